@@ -1,7 +1,7 @@
 """LayerNorm Scaling (arXiv 2502.05795) and its relatives for existing launches.
 
-``import olmo_lns`` loads neither torch nor a training framework; the public names load what
-they need on first use.
+``import olmo_lns`` loads neither torch nor a training framework; each public name loads its
+dependencies on first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     if name.endswith("BlockConfig"):
         from olmo_lns.errors import LNSConfigError
 
-        # OLMo-core would take an AttributeError for "no such class" and build its own block without a word.
+        # OLMo-core would treat an AttributeError as "no such class" and silently build its own block.
         raise LNSConfigError(f"olmo_lns has no {name!r}: the block config is olmo_lns.olmo_core.BlockConfig")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

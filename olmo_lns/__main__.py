@@ -1,8 +1,8 @@
 """``python -m olmo_lns script.py args…`` (also ``torchrun … -m olmo_lns script.py args…``).
 
-Runs a training script with the plugins active where the start-up hook is not: under ``-S`` or
-``-I``, from a ``pip --target`` folder, or with the hook removed. ``python -m olmo_lns <command>``
-is the same as ``olmo-lns <command>``.
+Run a training script with the plugin where the start-up hook is off: under ``-S`` or ``-I``, from a
+``pip --target`` folder, or with the hook removed. ``python -m olmo_lns <command>`` equals
+``olmo-lns <command>``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from olmo_lns.cli import main as run_command
 
 
 def main() -> int:
-    """:returns: the exit code of a command; a script ends with its own."""
+    """Run a command or a script. :returns: the exit code of a command; a script exits by itself."""
     args = sys.argv[1:]
     if not args or args[0].startswith("-") or args[0] in COMMANDS:
         return run_command(args)
@@ -41,7 +41,7 @@ def main() -> int:
     for name, value in variables(args).items():
         os.environ.setdefault(name, value)  # before CUDA starts
     sys.argv = args
-    # As `python script.py` would: the folder of the script, not of a link to it, comes first.
+    # As with `python script.py`, the script's real folder comes first, not the folder of a link to it.
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     hook.install()
     for framework in hook.INTEGRATIONS:

@@ -1,4 +1,4 @@
-"""Numbers on a command line, and what a command says of arguments that it doesn't have."""
+"""Numbers on a command line, and the error for unknown arguments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def at_least(smallest: int, below: float = math.inf) -> Callable[[str], int]:
-    """A whole number that is no smaller, and smaller than ``below``.
+    """Return an argparse type: a whole number from ``smallest`` up to, not including, ``below``.
 
-    The function that is returned raises ``argparse.ArgumentTypeError``.
+    The type raises ``argparse.ArgumentTypeError``.
 
     Example: ``parser.add_argument("--steps", type=at_least(1))``.
     """
@@ -34,7 +34,7 @@ def at_least(smallest: int, below: float = math.inf) -> Callable[[str], int]:
     return number
 
 
-#: A whole number that torch's generators take.
+#: A whole number that torch's generators accept as a seed.
 seed = at_least(0, below=1 << 63)
 
 
@@ -48,13 +48,13 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def short_error(parser: argparse.ArgumentParser, message: str) -> Any:
-    """Exit with two lines: what is wrong and the nearest name, and where the right ones are.
+    """Exit with two lines: the mistake with the nearest known name, and the command that lists all names.
 
-    It replaces argparse's own, which prints the whole usage.
+    argparse's own error prints the whole usage.
     """
     hint = ""
     if wrong := re.match(r"unrecognized arguments: (?:.*? )??(--[^\s=]+)", message):
         hint = did_you_mean(wrong[1], _options(parser))
     elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
         hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
-    parser.exit(2, f"{parser.prog}: {message}{hint}\n`{parser.prog} --help` has what is expected\n")
+    parser.exit(2, f"{parser.prog}: {message}{hint}\n`{parser.prog} --help` lists the options\n")

@@ -22,9 +22,9 @@ from olmo_lns.text import degrade
 
 @dataclass(frozen=True)
 class Command:
-    """:param run: ``module:function`` below this package. :param help: one line. :param extra: what it may need.
+    """A command. :param run: ``module:function`` below this package. :param help: one line.
 
-    :param examples: lines that can be typed, printed under its help.
+    :param extra: extras of this package that the command may need. :param examples: lines printed under its help.
     """
 
     run: str
@@ -35,7 +35,7 @@ class Command:
 
 COMMANDS = {
     "doctor": Command(
-        "doctor:main", "whether LayerNorm Scaling can run here, and what is installed", "", ("olmo-lns doctor",)
+        "doctor:main", "check that LayerNorm Scaling can run here, list what is installed", "", ("olmo-lns doctor",)
     ),
     "demo": Command(
         "demo:main", "train a small model with and without LNS and compare", "olmo,analysis",
@@ -82,8 +82,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
-    # torch, OLMo and transformers make half a million objects that stay: with Python's 700 a sixth of their import
-    # goes into looking for some to collect.
+    # torch, OLMo and transformers make half a million permanent objects. With Python's threshold of 700, a sixth of
+    # their import time goes into garbage collection.
     gc.set_threshold(10_000, 10, 10)
     degrade()
     before = argparse.ArgumentParser.error
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on
+    except BrokenPipeError:  # `olmo-lns config list | head` closes the pipe
         _close_stdout()
-        return 141  # as the shell says of a program that SIGPIPE ended
-    except OSError as error:  # of the last flush
+        return 141  # the shell's exit code for SIGPIPE
+    except OSError as error:  # from the last flush
         _close_stdout()
         print(f"olmo-lns: standard output: {error.strerror}", file=sys.stderr)
         return 1
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _close_stdout() -> None:
-    """Let the last flush, of the interpreter, not try again."""
+    """Keep the interpreter's last flush from failing again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -120,10 +120,10 @@ def _main(args: list[str]) -> int:
         hint = did_you_mean(name, COMMANDS)
         print(f"olmo-lns: unknown command {name!r}{hint}. Known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # OLMo's use of an OmegaConf function that OmegaConf 2.4 renamed; nothing a user can act on.
+    # OLMo calls an OmegaConf function that OmegaConf 2.4 renamed; a user cannot act on the warning.
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
-        if name != "doctor":  # which reports it among everything else that is wrong
+        if name != "doctor":  # doctor reports unknown settings itself
             settings.check()
         module, _, function = command.run.partition(":")
         code: int = getattr(importlib.import_module(f"olmo_lns.{module}"), function)(rest)
@@ -142,7 +142,7 @@ def _main(args: list[str]) -> int:
 
 
 def _in_one_line(command: Command, error: BaseException) -> str | None:
-    """The message for a user; None for a fault of the program, which is shown whole."""
+    """Return the message for a user; None for a fault of the program, whose traceback is shown."""
     if isinstance(error, LNSError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -150,18 +150,16 @@ def _in_one_line(command: Command, error: BaseException) -> str | None:
         if not (module and command.extra) or importlib.util.find_spec(module) is not None:
             return None
         return f"needs {module}, which is not installed: pip install 'olmo-lns[{command.extra}]'"
-    if isinstance(error, OSError):  # a folder that cannot be written, a full disk, a model that isn't on the hub
+    if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
         where = "writing" if error.filename is None else error.filename
         return f"{where}: {error.strerror}" if error.strerror else one_line(error)
     if isinstance(error, yaml.YAMLError):
         return f"not YAML: {' '.join(str(error).split())}"
-    return (
-        "interrupted" if isinstance(error, KeyboardInterrupt) else "an input is nested too deeply, or contains itself"
-    )
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "an input is nested too deeply or contains itself"
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
-    more = "`olmo-lns <command> --help` tells more."
+    more = "`olmo-lns <command> --help` lists its options."
     return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{more}\n\n{settings.describe()}"

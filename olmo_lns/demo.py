@@ -34,7 +34,7 @@ from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import command, environment
 from olmo_lns.text import write_whole
 
-TOKENS = 32_768  #: held-out tokens of which a variance is the mean
+TOKENS = 32_768  #: held-out tokens over which a variance is averaged
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,14 +42,14 @@ def parser() -> argparse.ArgumentParser:
         prog="olmo-lns demo",
         description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
         "variance of every block's output.",
-        epilog="After Ctrl-C the same command goes on where it stopped. For other rates and seeds change a copy of the "
-        "study.yaml in the output folder and give it to `olmo-lns study`.",
+        epilog="After Ctrl-C the same command resumes the runs. For other rates and seeds, edit a copy of the "
+        "study.yaml in the output folder and pass it to `olmo-lns study`.",
     )
-    out.add_argument("--long", action="store_true", help="16 tokens a parameter, each arm at its best rate there")
-    out.add_argument("--steps", type=at_least(1), help="optimizer steps of each run, instead of the description's")
-    out.add_argument("--layers", type=at_least(2), help="blocks, instead of the description's")
-    out.add_argument("--arms", help="some of the description's arms, with commas between: preln,lns")
-    out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default %(default)s)")
+    out.add_argument("--long", action="store_true", help="16 tokens per parameter, each arm at its best learning rate")
+    out.add_argument("--steps", type=at_least(1), help="optimizer steps of each run (default: the description's)")
+    out.add_argument("--layers", type=at_least(2), help="number of blocks (default: the description's)")
+    out.add_argument("--arms", help="arms of the description, comma-separated: preln,lns")
+    out.add_argument("--out", type=Path, default=Path("demo"), help="output folder (default %(default)s)")
     return out
 
 
@@ -68,14 +68,14 @@ class Trained:
 
     @property
     def growth(self) -> float:
-        """V, the variance of the last block over that of block L/4."""
+        """V: the variance of the last block divided by the variance of block L/4."""
         return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    """The pack's description with what was asked for.
+    """Return the pack's description with the options applied.
 
-    :raises LNSConfigError: an arm that the description doesn't have, or a folder of a demo with other settings.
+    :raises LNSConfigError: the description lacks an arm, or the folder holds a demo with other settings.
     """
     path = files.pack_folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
     study = files.read(path)
@@ -96,20 +96,20 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def losses(run: Run, out: Path) -> Curve | None:
-    """Read the curve of a run; None before its first loss, and where it diverged."""
+    """Read the curve of a run; None before its first loss, and for a run that diverged."""
     with suppress(LNSConfigError):
         return curve_of(out / run.name)
     return None
 
 
 def finished(run: Run, out: Path) -> bool:
-    """Tell whether a run has its last checkpoint and its held-out loss."""
+    """Return true if a run has its last checkpoint and its held-out loss."""
     curve, steps = losses(run, out), run.shape.steps
     return curve is not None and steps in curve.heldout and (out / run.name / f"step{steps}-unsharded").exists()
 
 
 def start(study: Study, run: Run, out: Path) -> subprocess.Popen[bytes]:
-    """Start a run, or go on from its last checkpoint."""
+    """Start a run, or resume it from its last checkpoint."""
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"attempt-{len(attempts(folder)) + 1:02d}.log").open("wb") as log:
@@ -118,9 +118,9 @@ def start(study: Study, run: Run, out: Path) -> subprocess.Popen[bytes]:
 
 
 def train(study: Study, out: Path, console: Console) -> None:
-    """Train what isn't finished, all runs at once; each is announced with the line that proves its scheme.
+    """Train the unfinished runs, all at once; print the start-up line of each.
 
-    :raises LNSError: a run failed. The others go on to their end.
+    :raises LNSError: a run failed. The other runs finish first.
     """
     todo = [run for run in study.runs if not finished(run, out)]
     going = [(run, start(study, run, out)) for run in todo]
@@ -147,7 +147,7 @@ def train(study: Study, out: Path, console: Console) -> None:
     for run, _ in going:
         if not finished(run, out):
             last, folder = (last_log(run, out).strip() or "its log is empty").splitlines()[-1], out / run.name
-            raise LNSError(f"run {run.name} failed: {last}; see {attempts(folder)[-1]}, remove {folder} to start anew")
+            raise LNSError(f"run {run.name} failed: {last}; see {attempts(folder)[-1]}, remove {folder} to start again")
 
 
 def last_log(run: Run, out: Path) -> str:
@@ -169,7 +169,7 @@ def measure(run: Run, step: int, out: Path) -> list[float]:
 
 
 def report(runs: Sequence[Trained], study: Study) -> list[str]:
-    """The table, what the run shows, and what it doesn't."""
+    """Return the lines of the table, with what the runs show and what they do not."""
     layers, shape = len(runs[0].after), runs[0].run.shape
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
@@ -187,13 +187,13 @@ def report(runs: Sequence[Trained], study: Study) -> list[str]:
         "train, held-out: loss in nats per byte (train: mean of the last tenth of the steps). block n: variance of its "
         f"output over its features, mean over {TOKENS:,} held-out tokens. V: block {layers} over block {quarter}.",
         f"Shown: after {shape.tokens:,} tokens V is {growth}.",
-        f"Not shown: which arm is better. {shape.parameters:,} parameters and {shape.tokens:,} tokens are far from any "
-        "training that matters; the order of the losses changes with rate, depth, length and seed.",
+        f"Not shown: which arm is better. {shape.parameters:,} parameters and {shape.tokens:,} tokens are far from "
+        "real training; the order of the losses changes with rate, depth, length and seed.",
     ]
 
 
 def draw(runs: Sequence[Trained], path: Path) -> None:
-    """Loss by step, and output variance by block."""
+    """Draw loss by step, and output variance by block."""
     import pandas
 
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
@@ -230,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
     settings.refuse_disabled()
     check_environment()
     one_process("the demo")
-    import matplotlib  # noqa: F401  what is missing is said before the work
+    import matplotlib  # noqa: F401  report a missing package before the work
     import olmo  # noqa: F401
 
     out, console, described = args.out, Console(file=sys.stdout), describe(args)
@@ -241,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
         console, f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; reading text, loading OLMo ..."
     )
     os.environ.update(environment(study, out))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C
     try:
         build(out / "data")
         train(study, out, console)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
             if (curve := curve_of(out / run.name))
         ]
     except KeyboardInterrupt:
-        say(console, f"Stopped. To go on: olmo-lns {shlex.join(['demo', *argv])}")
+        say(console, f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
     lines = report(found, study)
     write_whole(out / "report.txt", "\n".join(lines) + "\n")

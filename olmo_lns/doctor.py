@@ -1,6 +1,6 @@
-"""``olmo-lns doctor``: whether LayerNorm Scaling can run here, answered first; then what is installed.
+"""``olmo-lns doctor``: report if LayerNorm Scaling can run here, then what is installed.
 
-No framework is imported. What a model computes is measured when it's built, whatever its framework's version.
+No framework is imported. A model is measured when it is built, whatever its framework's version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAMEWORKS = {
 
 
 def installed(extra: str) -> str | None:
-    """The version of a framework, or the folder of a checkout that would be imported; None where it isn't here."""
+    """Return the version of a framework, or the folder of its checkout; None if it is not installed."""
     _, package, module, _ = FRAMEWORKS[extra]
     try:
         spec = importlib.util.find_spec(module)
@@ -53,7 +53,7 @@ def extras() -> list[str]:
 
 
 def lacking(extra: str) -> str:
-    """Return the packages that an extra lacks, with the command that installs them; ``""`` where none is missing."""
+    """Return the missing packages of an extra, with the command that installs them; ``""`` if none is missing."""
     checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
     bad = []
     for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):
@@ -70,7 +70,7 @@ def lacking(extra: str) -> str:
 
 
 def examine() -> tuple[list[str], list[str]]:
-    """The report's lines, the answer first, and the problems that a launch would have."""
+    """Return the report's lines, the answer first, and the problems that a launch would have."""
     ready, rows, problems = [], [], []
     for extra, (label, *_, use) in FRAMEWORKS.items():
         version, missing = installed(extra), lacking(extra)
@@ -78,12 +78,12 @@ def examine() -> tuple[list[str], list[str]]:
         ready += [f"{label} {version}"] if version and not missing else []
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready) or 'nothing: no framework is installed'}."]
     if settings.is_set(settings.DISABLE):
-        problems.append(f"{settings.DISABLE}=1 keeps it out of every launch: unset it")
+        problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch: unset it")
     elif autoload_active():
-        lines.append("Unmodified launches load it: the start-up hook is on.")
+        lines.append("Unmodified launches load the plugin: the start-up hook is on.")
     else:
         lines.append(
-            "The start-up hook is off (pip --target, PYTHONPATH or -S): launch by python -m olmo_lns <script>."
+            "The start-up hook is off (pip --target, PYTHONPATH or -S): launch with python -m olmo_lns <script>."
         )
     try:
         settings.check()
@@ -107,15 +107,15 @@ def examine() -> tuple[list[str], list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report. Exit code 1 where a setting cannot work or a required extra isn't complete."""
+    """Print the report. Exit code 1: a setting cannot work, or a required extra is incomplete."""
     parser = argparse.ArgumentParser(
-        prog="olmo-lns doctor", description="Whether LayerNorm Scaling can run here, and what is installed."
+        prog="olmo-lns doctor", description="Check that LayerNorm Scaling can run here; list what is installed."
     )
-    text = f"exit with 1 where it isn't installed whole; may be given again: {', '.join(extras())}"
+    text = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras())}"
     parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras(), help=text)
     args = parser.parse_args(argv)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
+        warnings.simplefilter("ignore")  # torch warns about absent optional parts
         lines, problems = examine()
     problems += [f"--require {extra}: {missing}" for extra in args.require if (missing := lacking(extra))]
     for problem in problems:

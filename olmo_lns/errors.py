@@ -1,4 +1,4 @@
-"""Errors of this package. Each message says what was found, what was expected and what to do."""
+"""Errors of this package. Each message names the finding, the expectation and the remedy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LNSConfigError(LNSError, ValueError):
 
 
 class UpstreamChangedError(LNSError, ImportError):
-    """A framework or Transformer Engine is not a version that was verified."""
+    """A framework or Transformer Engine lacks a function that a scheme needs."""
 
 
 class MeasurementError(LNSError):
-    """A built model does something else than its scheme says."""
+    """A built model does not compute its scheme."""
 
 
 class CheckpointMismatchError(LNSError):
@@ -38,13 +38,13 @@ class CheckpointMismatchError(LNSError):
 
 
 class BackendUnavailableError(LNSError, RuntimeError):
-    """A norm backend was asked for by name and cannot run here."""
+    """A norm backend that was selected by name cannot run here."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """``" (did you mean 'lns'?)"`` for a name near a known one, in whatever case; else ``""``.
+    """Return ``" (did you mean 'lns'?)"`` for a name near a known one, in any case; else ``""``.
 
-    :param spell: what to write for the known name.
+    :param spell: known name -> the text for it.
     """
     names = {str(candidate).lower(): str(candidate) for candidate in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)
@@ -52,6 +52,6 @@ def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str]
 
 
 def one_line(error: BaseException | str) -> str:
-    """The first line of an upstream error's text, at most 200 characters; its class where it has none."""
+    """Return the first line of an upstream error, at most 200 characters; its class if the error has no text."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

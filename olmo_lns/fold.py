@@ -1,8 +1,8 @@
 """Multiply a scheme's factors into the weights of a built model, in place.
 
-``s * N(x)`` is ``N(x)`` with gain and bias times ``s``. A zero-centred norm stores its gain less one, which becomes
-``s * (1 + g) - 1``. A norm without a gain is followed by linear layers, and their weights are multiplied. Products are
-in fp64 and are rounded once, to the dtype of the weight that is written.
+``s * N(x)`` is ``N(x)`` with gain and bias times ``s``. A zero-centred norm stores g, its gain less one; g becomes
+``s * (1 + g) - 1``. For a norm without a gain, the weights of the linear layers after it are multiplied. Products are
+computed in fp64 and rounded once, to the dtype of the written weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
-#: Factor of a whole parameter, or fp64 (rows,) with one for each of its rows.
+#: One factor for a whole parameter, or fp64 (rows,) with a factor for each row.
 Factor = float | torch.Tensor
 
 
@@ -24,7 +24,7 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
     """Return ``(data + shift) * factor - shift``, computed in fp64 and rounded once.
 
     :param data: any shape. :param factor: dimensionless; a tensor has one value for each row of ``data``.
-    :param dtype: of the result, None: as ``data``. :param shift: 1.0 for a zero-centred gain.
+    :param dtype: dtype of the result; None keeps that of ``data``. :param shift: 1.0 for a zero-centred gain.
 
     Example: ``multiplied(gain, 0.5, torch.bfloat16)``.
     """
@@ -35,13 +35,13 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
 
 @torch.no_grad()
 def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> None:
-    """Fold the factor of every scaled norm into its gain and bias, and take the scheme off the model.
+    """Fold the factor of every scaled norm into its gain and bias, and remove the scheme from the model.
 
-    :param run: one forward of the model in eval mode, which returns its output. It shows which linear layers read a
-        norm without a gain.
-    :param dtype: of the parameters that are changed, None: their own.
-    :raises LNSConfigError: a factor has no one place in the weights.
-    :raises MeasurementError: a norm doesn't multiply by its gain. In either case the model is left as it was.
+    :param run: runs one forward of the model in eval mode and returns the output. The forward shows which linear
+        layers read a norm without a gain.
+    :param dtype: dtype of the changed parameters; None keeps theirs.
+    :raises LNSConfigError: a factor cannot be folded into the weights.
+    :raises MeasurementError: a norm does not multiply by its gain. In either case the model is left unchanged.
 
     Example: ``fold_norms(model, lambda: model(ids))``.
     """
@@ -53,7 +53,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
         folded = {module.weight: multiplied(module.weight, norm.lns_scale, dtype) for module in readers.get(norm, ())}
         for parameter, value in (folded or _folded(name, norm, dtype)).items():
             if parameter in new:
-                raise LNSConfigError(f"{name}: two sub-layers share this weight, which has room for one factor.")
+                raise LNSConfigError(f"{name}: two sub-layers share this weight, which can hold one factor only.")
             new[parameter] = value
     for parameter, value in new.items():
         parameter.data = value
@@ -61,7 +61,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
 
 
 def _folded(name: str, norm: Any, dtype: torch.dtype | None) -> dict[nn.Parameter, torch.Tensor]:
-    """The new gain and bias of a norm, measured in fp64."""
+    """Return the new gain and bias of a norm, measured in fp64."""
     factor, own = norm.lns_scale, dict(norm.named_parameters(recurse=False))
     if factor == 1.0:
         return {}
@@ -78,21 +78,21 @@ def _folded(name: str, norm: Any, dtype: torch.dtype | None) -> dict[nn.Paramete
         if float((found - expected).norm()) <= 1e-5 * float(expected.norm()):
             return {own[key]: value.to(dtype or own[key].dtype) for key, value in wide.items()}
     raise MeasurementError(
-        f"{name}: {type(norm).__name__} with its gain and bias times {factor:.4g} isn't {factor:.4g} times what it "
-        "was. Expected a norm with a gain, zero-centred or not."
+        f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
+        "its former output. Expected a norm with a gain, zero-centred or not."
     )
 
 
 def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
-    """For each norm the linear layers that read its output as it is.
+    """Map each norm to the linear layers that read its output unchanged.
 
-    :raises LNSConfigError: something else reads it, or a linear layer has an adapter.
+    :raises LNSConfigError: another module reads the output, or a linear layer has an adapter.
     """
     found: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def wrote(norm: Any, args: Any, output: torch.Tensor) -> None:
-        outputs[output.data_ptr()] = norm, output  # kept alive: its memory is not used again
+        outputs[output.data_ptr()] = norm, output  # kept alive, so that its memory is not reused
 
     def read(module: nn.Module, args: Any) -> None:
         norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
@@ -106,19 +106,19 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
     if adapters.intersection(readers):
         raise LNSConfigError(
-            "a factor goes into a projection that has an adapter, which would stay as it is. Merge adapters first "
+            "a factor goes into a projection with an adapter, which would not be multiplied. Merge adapters first "
             "(merge_and_unload())."
         )
     handles = [norm.register_forward_hook(lambda module, args, output: 2.0 * output) for norm in norms]
     halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in readers]
     difference = float((_output(run, handles + halved) - expected).abs().max())
     if not all(found.values()) or difference > 1e-3 * float(expected.abs().max()):
-        raise LNSConfigError(f"{type(model).__name__}: more than projections reads its norms, which have no weights.")
+        raise LNSConfigError(f"{type(model).__name__}: not only projections read its norms, which have no weights.")
     return found
 
 
 def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
-    """The first output of a forward, while hooks are there."""
+    """Return the first output of a forward, then remove the hooks."""
     try:
         output = run()
     finally:
@@ -129,11 +129,11 @@ def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """:raises LNSConfigError: a value is NaN or infinite; it says how many are."""
+    """Refuse weights with NaN. :raises LNSConfigError: the number of values that are NaN or infinite."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise LNSConfigError(
-                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights: those of "
-                "an earlier checkpoint, or a dtype that holds them (bf16 or fp32)."
+                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights. Use an "
+                "earlier checkpoint, or a dtype with the range for them (bf16 or fp32)."
             )

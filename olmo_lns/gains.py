@@ -1,6 +1,6 @@
 """LayerNorm Scaling without a plugin: the gains' start, learning rate, epsilon and decay. Torch only; copy this file.
 
-Under AdamW these two train alike, s = layer_number ** -exponent being the factor of a block (docs/what-lns-is.md):
+Let s = layer_number ** -exponent. Under AdamW these two train alike (docs/what-lns-is.md):
 
     LNS, gains from 1, rate lr, decay w, eps    =    Pre-LN, gains from s, rate s*lr, decay w/s, eps/s on those gains
 
@@ -10,8 +10,8 @@ Under AdamW these two train alike, s = layer_number ** -exponent being the facto
     optimizer = torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))
 
 A scheduler must multiply each group's own rate, as LambdaLR does; ``eta_min`` of CosineAnnealingLR is one floor for all
-groups. Norm biases go with their gains. It holds for Adam and AdamW; SGD would need s ** 2 * lr. Clipping by the global
-norm sees other gradients and is a small departure.
+groups. Norm biases go with their gains. The equality holds for Adam and AdamW; SGD would need s ** 2 * lr. Clipping by
+the global norm sees other gradients, a small departure.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
-    """Parameter name -> 1-based block number, for the norm gains that ``patterns`` name and the biases beside them.
+    """Map each norm gain that ``patterns`` match, and the bias beside it, to its 1-based block number.
 
     :param patterns: ends of names, ``{}`` for the 0-based block: ``layers.{}.input_layernorm.weight``.
     Example: ``block_gains(model, "layers.{}.input_layernorm.weight")["layers.0.input_layernorm.weight"]`` is 1.
 
-    :raises ValueError: a pattern that no parameter matches, a block without one, numbers with holes, a parameter
-        that is no vector, a zero-centred gain (1 + g cannot start from s), or a norm that has a factor already.
+    :raises ValueError: a pattern without a match, a block without a gain, gaps in the numbers, a parameter that is
+        not a vector, a zero-centred gain (1 + g cannot start from s), or a norm that has a factor already.
     """
     names = {_WRAPPERS.sub("", name): name for name, _ in model.named_parameters()}
     found: dict[str, int] = {}
     for pattern in patterns:
         if pattern.count("{}") != 1:
-            raise ValueError(f"pattern {pattern!r}: expected one {{}} where the block's number stands")
+            raise ValueError(f"pattern {pattern!r}: expected one {{}} in place of the block's number")
         gains = _matches(pattern, names)
         numbers = sorted(gains.values())
         expected = list(range(1, max([*found.values(), *numbers, 1]) + 1))
@@ -68,13 +68,13 @@ def _matches(pattern: str, names: dict[str, str]) -> dict[str, int]:
 
 @torch.no_grad()
 def _check_gain(model: nn.Module, name: str) -> None:
-    """A norm whose gain is 1 gives an output of size 1; 1 + g gives 2, a factor of its own gives that factor."""
+    """Refuse a norm whose output for a gain of 1 is not of size 1: 1 + g gives 2, a factor gives the factor."""
     owner, _, leaf = name.rpartition(".")
     norm, gain = model.get_submodule(owner), model.get_parameter(name)
     if gain.dim() != 1:
         raise ValueError(f"{name}: expected a gain of one dimension, found shape {tuple(gain.shape)}")
     size = 2.0 if getattr(norm, "zero_centered_gamma", False) else 1.0
-    if leaf == "weight":  # others are fused into a projection (Transformer Engine's): not to be called alone
+    if leaf == "weight":  # other gains are fused into a projection (Transformer Engine's) and cannot be called alone
         like: dict[str, Any] = {"dtype": gain.dtype, "device": "cpu" if gain.is_meta else gain.device}
         own = {key: torch.zeros(value.shape, **like) for key, value in norm.named_parameters()}
         own[leaf] += 1
@@ -82,12 +82,12 @@ def _check_gain(model: nn.Module, name: str) -> None:
         size = torch.func.functional_call(norm, own, (x,)).float().pow(2).mean().sqrt().item()
     if abs(size - 1) > 0.05:
         why = "a zero-centred gain, 1 + g, cannot start from s" if abs(size - 2) < 0.1 else "it has a factor already"
-        raise ValueError(f"{name} of {type(norm).__name__}: with a gain of 1 its output has size {size:.3g}: {why}")
+        raise ValueError(f"{name} of {type(norm).__name__}: a gain of 1 gives an output of size {size:.3g}: {why}")
 
 
 @torch.no_grad()
 def scale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
-    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place: the start of a run, or a fold.
+    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place, to start a run or to fold.
 
     Example: ``scale_(model, block_gains(model, "layers.{}.input_layernorm.weight"))``, once, before training.
     """
@@ -96,7 +96,7 @@ def scale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> No
 
 
 def unscale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
-    """Undo :func:`scale_`; the gains are then those that LNS has beside its factor."""
+    """Undo :func:`scale_`: the gains become those of a model with LNS's factor."""
     scale_(model, gains, -exponent)
 
 
@@ -110,18 +110,18 @@ def param_groups(
     exponent: float = 0.5,
     vector_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Groups for AdamW: matrices, other vectors (the final norm, biases), and the gains of each block.
+    """Return groups for AdamW: matrices, other vectors (the final norm, biases), and the gains of each block.
 
-    :param lr: of the matrices; the gains of block l get l ** -exponent of it. ``initial_lr`` is set for schedulers.
-    :param weight_decay: of parameters with two dimensions or more. :param vector_decay: of the others; a gain of
-        block l gets it times l ** exponent, since AdamW multiplies decay by the rate.
-    :raises ValueError: a name in ``gains`` is no trained parameter of ``model``.
+    :param lr: rate of the matrices; the gains of block l get lr * l ** -exponent. ``initial_lr`` is set for schedulers.
+    :param weight_decay: decay of parameters with two dimensions or more. :param vector_decay: decay of the others,
+        for a gain of block l times l ** exponent, since AdamW multiplies decay by the rate.
+    :raises ValueError: a name in ``gains`` is not a trained parameter of ``model``.
 
     Example: ``torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))``.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := sorted(gains.keys() - trained.keys()):
-        raise ValueError(f"gains that are no trained parameters of this model: {missing[:3]}")
+        raise ValueError(f"gains that are not trained parameters of this model: {missing[:3]}")
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         decay = weight_decay if parameter.dim() > 1 else vector_decay
@@ -138,16 +138,16 @@ def rescale_state_(
 ) -> None:
     """Divide Adam's moments of the gains by their factor, after :func:`scale_` in the middle of a run.
 
-    After :func:`unscale_` give ``-exponent``.
+    After :func:`unscale_`, pass ``-exponent``.
 
     Example: ``scale_(model, gains)``, then ``rescale_state_(optimizer, model, gains)``.
 
-    :raises ValueError: the optimizer has no moments of a gain.
+    :raises ValueError: the optimizer has no moments for a gain.
     """
     for name, number in gains.items():
         state, s = optimizer.state.get(model.get_parameter(name), {}), float(number) ** -exponent
         if "exp_avg" not in state:
-            raise ValueError(f"{name}: the optimizer has no exp_avg of it; rescale after its state is loaded")
+            raise ValueError(f"{name}: the optimizer has no exp_avg for this gain; load the optimizer's state first")
         state["exp_avg"].div_(s)
         for key in ("exp_avg_sq", "max_exp_avg_sq"):
             if key in state:

@@ -1,14 +1,14 @@
 """Load an integration when its framework is imported, and wrap a framework's functions by name.
 
 At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path`` and one function on
-``sys.path_hooks``. They import nothing. At the first import of a name in :data:`INTEGRATIONS` they hand over to this
-module, and the framework's ``register()`` runs: it asks for callbacks after the modules that it wraps functions of, by
-:func:`on_import`, which also run when such a module is executed again. A missing function costs nothing until a scheme
-is selected (:func:`require`).
+``sys.path_hooks``. Neither imports anything. The first import of a name in :data:`INTEGRATIONS` imports this module and
+runs the integration's ``register()``. ``register()`` requests a callback (:func:`on_import`) after each execution of a
+framework module whose functions it wraps. A missing function is an error only if a scheme is selected
+(:func:`require`).
 
-A finder that somebody has put in front since (typeguard's, jaxtyping's, pytest's) answers first for the framework. Its
-folder is new to the import system then, which asks the functions on ``sys.path_hooks`` for it: ours puts a finder of
-this package in front again, for the submodules that follow.
+A finder that was put in front later (typeguard's, jaxtyping's, pytest's) finds the framework first. The import system
+then asks the functions on ``sys.path_hooks`` about the framework's folder. This package's function puts a finder in
+front again, for the submodules.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from olmo_lns.settings import DISABLE, is_set, warn
 
 log = logging.getLogger("olmo_lns")
 
-#: Top-level name of a framework -> the package whose ``register()`` runs when something of it is first imported. The
-#: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
+#: Top-level name of a framework -> the package whose ``register()`` runs at the framework's first import. The start-up
+#: finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
     "megatron": "olmo_lns.integrations.megatron",
     "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
     "transformers": "olmo_lns.integrations.transformers",
 }
-#: Module of a framework -> a module of this package, above the integrations, whose ``register()`` runs after it.
+#: Framework module -> a module of this package, above the integrations; ``register()`` runs after the framework module.
 FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
-#: Attribute of every function that stands in an upstream's place.
+#: Attribute of every function that replaces an upstream function.
 MARKER = "__olmo_lns_wrapped__"
 
 _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
-_ran: dict[str, Any] = {}  # name -> the spec, new in each execution, that its callbacks ran after
+_ran: dict[str, Any] = {}  # name -> the module's spec when its callbacks ran; each execution has a new spec
 _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Find ``name`` for the start-up finder by the others, and arrange that its callbacks run after it is executed."""
+    """Find ``name`` with the other finders; arrange that its callbacks run after the module is executed."""
     if (framework := name.partition(".")[0]) in INTEGRATIONS:
         activate(framework)
     _catch_up()
     if name not in _callbacks:
         return None
-    # Python 3.12 passes over a finder that has only the find_module of long ago; so does this one.
+    # Like Python 3.12, skip finders that only have the old find_module.
     others = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
     specs = (finder.find_spec(name, path, target) for finder in others)
     spec = next((spec for spec in specs if spec is not None), None)
@@ -65,11 +65,11 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _run_callbacks(module.__name__, module)  # pytest's loader is one for all modules
+            _run_callbacks(module.__name__, module)  # pytest has one loader for all modules
 
         setattr(exec_module, MARKER, True)
-        # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new. One that has no
-        # room for it is caught up with.
+        # On the instance, so that the loader keeps its class for inspect, pickle and runpy. _catch_up covers loaders
+        # that refuse the attribute.
         with contextlib.suppress(AttributeError):
             spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
     return spec
@@ -85,19 +85,19 @@ def _run_callbacks(name: str, module: ModuleType) -> None:
 
 
 def _run(callback: Callable[[ModuleType], object], module: ModuleType) -> None:
-    """An error of a callback is one of :func:`require`: nobody has asked for a scheme yet."""
+    """Run a callback; keep its error for :func:`require`, since no scheme is selected yet."""
     try:
         callback(module)
     except Exception as error:
-        _not_there(module.__name__, f"what olmo-lns wraps in {module.__name__} ({one_line(error)})")
+        _note_missing(module.__name__, f"function of {module.__name__} that olmo-lns wraps ({one_line(error)})")
 
 
-def _not_there(name: str, text: str) -> None:
+def _note_missing(name: str, text: str) -> None:
     _missing.setdefault(name.partition(".")[0], []).append(text)
 
 
 def _catch_up() -> None:
-    """Run the callbacks of modules that were executed by a loader that this finder has not seen."""
+    """Run the callbacks of modules whose loader this finder did not see."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
         if module is not None and _is_executed(module) and _ran.get(name) is not _spec(module):
@@ -105,20 +105,20 @@ def _catch_up() -> None:
 
 
 def _is_executed(module: Any) -> bool:
-    """Return true for a module that its loader has executed; a stand-in of a test is not wrapped."""
+    """Return true for a module that its loader has executed; false for a test's stand-in."""
     spec = _spec(module)
     return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
 
 
 def _spec(module: Any) -> Any:
-    """The spec of a module. An attribute of it may be asked for by the class alone: a lazy one would execute itself."""
+    """Return the spec of a module without attribute access, which would execute a lazy module."""
     return vars(ModuleType)["__dict__"].__get__(module).get("__spec__") if isinstance(module, ModuleType) else None
 
 
 class _Finder:
-    """The start-up finder where its file did not run (``-S``, ``pip --target``): it does the same."""
+    """The same finder as in the start-up hook, for interpreters without the hook (``-S``, ``pip --target``)."""
 
-    olmo_lns_start_up = False  # the file's has True
+    olmo_lns_start_up = False  # True in the start-up hook's finder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not _is_ours(sys.meta_path[0]):
@@ -126,7 +126,7 @@ class _Finder:
         return start_up(name, path, target)
 
     def path_hook(self, path: str) -> Any:
-        """Come first again at the folder of a framework that is being imported; find nothing."""
+        """Put the finder in front again while a framework is imported; find nothing."""
         name = os.path.basename(path)
         if name in INTEGRATIONS and name in sys.modules:
             self.find_spec(name)
@@ -138,7 +138,7 @@ def _is_ours(finder: Any) -> bool:
 
 
 def install() -> None:
-    """Put a finder in front, where the start-up hook did not run. Idempotent."""
+    """Put a finder in front if the start-up hook did not run. Idempotent."""
     if not any(map(_is_ours, sys.meta_path)):
         finder = _Finder()
         sys.meta_path.insert(0, finder)
@@ -148,7 +148,7 @@ def install() -> None:
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     """Call ``callback(module)`` after each execution of module ``name``, and now if it has been executed.
 
-    :param callback: one function, not a lambda a call: asking twice for the same has no effect.
+    :param callback: a named function, not a new lambda for each call; a second request has no effect.
     """
     known = _callbacks.setdefault(name, {})
     if callback in known:
@@ -161,12 +161,12 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
 
 
 def activate(framework: str) -> None:
-    """Run ``register()`` of a framework's integration, once; an error of it does not fail the framework's import."""
+    """Run ``register()`` of a framework's integration once; its errors do not fail the framework's import."""
     if framework in _activated or is_set(DISABLE):
         return
     name = INTEGRATIONS[framework]
     if name in sys.modules and not hasattr(sys.modules[name], "register"):
-        return  # somebody is importing it, and the next import asks again
+        return  # the integration is being imported; the next import calls activate again
     _activated.add(framework)
     warn()
     try:
@@ -175,8 +175,8 @@ def activate(framework: str) -> None:
             if followed.partition(".")[0] == framework:
                 on_import(followed, _register_follower)
     except Exception as error:
-        _not_there(framework, f"olmo-lns in it ({one_line(error)})")
-        log.warning("olmo-lns leaves this %s as it is: %s", framework, one_line(error))
+        _note_missing(framework, f"working integration of olmo-lns ({one_line(error)})")
+        log.warning("olmo-lns does not change this %s: %s", framework, one_line(error))
 
 
 def _register_follower(module: ModuleType) -> None:
@@ -187,9 +187,9 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
     """Replace a function by ``make(function)``, which keeps its name, docstring and ``__wrapped__``.
 
     :param path: ``"package.module:Class.method"`` or ``"package.module:function"``.
-    :param make: gets the plain function (out of its classmethod or staticmethod), returns one of the same signature.
-    :param needed: a scheme cannot run without it: where it is missing, :func:`require` raises.
-    :returns: whether it is wrapped now; wrapping twice has no effect.
+    :param make: takes the plain function (out of its classmethod or staticmethod), returns one of the same signature.
+    :param needed: a scheme cannot run without the function; :func:`require` raises if it is missing.
+    :returns: true if the function is wrapped now; wrapping twice has no effect.
 
     Example: ``wrap("olmo.model:OLMo.__init__", wrap_model_init)``.
     """
@@ -202,7 +202,7 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
         original = inspect.getattr_static(owner, name)
     except (ImportError, AttributeError) as error:
         if needed:
-            _not_there(module_name, f"{path} ({one_line(error)})")
+            _note_missing(module_name, f"{path} ({one_line(error)})")
         return False
     function = getattr(original, "__func__", original)
     if hasattr(function, MARKER):
@@ -216,24 +216,24 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
 
 
 def is_wrapped(function: Any) -> bool:
-    """Return true for a function (or the function of a classmethod) of this package."""
+    """Return true for a function (or the function of a classmethod) that :func:`wrap` made."""
     return hasattr(getattr(function, "__func__", function), MARKER)
 
 
 def require(framework: str) -> None:
-    """Check that everything that a scheme needs of ``framework`` is wrapped; called where a scheme is selected.
+    """Check that all functions of ``framework`` that a scheme needs are wrapped; called when a scheme is selected.
 
-    :param framework: its top-level name.
-    :raises UpstreamChangedError: names of what is missing.
+    :param framework: top-level name of the framework.
+    :raises UpstreamChangedError: the names of the missing functions.
     """
     if missing := _missing.get(framework):
         raise UpstreamChangedError(
-            f"a scheme was asked for, but this {framework} has no {', '.join(dict.fromkeys(missing))}. This version "
+            f"a scheme was selected, but this {framework} has no {', '.join(dict.fromkeys(missing))}. This version "
             f"may have moved it: install another version of {framework} or a newer olmo-lns, or set {DISABLE}=1 to "
-            "start without a scheme."
+            "run without a scheme."
         )
 
 
 def autoload_active() -> bool:
-    """Return true if the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
+    """Return true if the start-up hook ran in this interpreter (not under ``-S`` or ``-I -S``)."""
     return any(getattr(finder, "olmo_lns_start_up", False) for finder in sys.meta_path)

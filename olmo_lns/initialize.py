@@ -1,4 +1,4 @@
-"""One helper for the initialization of the residual output projections, the same for OLMo and Megatron."""
+"""Plain initialization of the residual output projections, for OLMo, Megatron and transformers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ C = TypeVar("C")
 
 
 def plain_initialization(config: C) -> C:
-    """Have a model's residual output projections drawn like every other matrix, without a factor of depth.
+    """Initialize the residual output projections like every other matrix, without a depth factor.
 
-    Megatron and OLMo's ``full_megatron`` draw them times 1/sqrt(2L), OLMo's ``mitchell`` times 1/sqrt(2l). A scheme
-    takes that factor off by itself, so this is for the Pre-LN that it is compared with; with a scheme it changes
-    nothing, before or after the scheme is chosen.
+    Megatron and OLMo's ``full_megatron`` draw these weights times 1/sqrt(2L), OLMo's ``mitchell`` times 1/sqrt(2l). A
+    scheme removes that factor by itself. This function is for the Pre-LN baseline; with a scheme it changes nothing,
+    before or after the scheme is selected.
 
-    :param config: of the model, before it is built: OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron Core's
-        ``TransformerConfig``, or what has one in ``.transformer``. It is marked in place; a copy made by
-        ``dataclasses.replace`` keeps the mark in Megatron and loses it in OLMo. Or a fresh model of transformers,
-        whose GPT-2 is drawn times 1/sqrt(2L), too: its weights are multiplied.
+    :param config: the model's config, before the model is built: OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron
+        Core's ``TransformerConfig``, or an object with one in ``.transformer``. The config is marked in place; a copy
+        by ``dataclasses.replace`` keeps the mark in Megatron and loses it in OLMo. Or a fresh model of transformers,
+        whose GPT-2 also has the factor 1/sqrt(2L): its weights are multiplied.
     :returns: ``config``.
-    :raises LNSConfigError: another object, a model was built from it before, or it asks for another initialization.
-    :raises UpstreamChangedError: this OLMo or Megatron is not one that was verified.
+    :raises LNSConfigError: another object, a config that built a model already, or one with another initialization.
+    :raises UpstreamChangedError: this OLMo or Megatron lacks a function that is needed.
 
     Example: ``plain_initialization(config)``, then ``OLMo(config)`` or ``GPTModel(config, ...)``.
     """
@@ -47,7 +47,7 @@ def plain_initialization(config: C) -> C:
     else:
         raise LNSConfigError(
             f"plain_initialization expects the config of an OLMo or a Megatron model before it is built, found a "
-            f"{type(config).__name__}. In OLMo-core set init_method to normal or fan_in; other models: "
-            "multiply those weights by sqrt(2L) once."
+            f"{type(config).__name__}. In OLMo-core, set init_method to normal or fan_in. In other "
+            "models, multiply the residual output projections by sqrt(2L) once."
         )
     return config

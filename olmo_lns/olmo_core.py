@@ -22,7 +22,7 @@ from olmo_lns.settings import DISABLE, is_set
 __all__ = ["BlockConfig", "apply"]
 
 if not is_set(DISABLE):
-    register()  # also where no start-up hook has done it
+    register()  # if the start-up hook did not
 
 C = TypeVar("C")
 
@@ -33,9 +33,9 @@ class BlockConfig(_upstream.TransformerBlockConfig):
 
     :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
         ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm behind the sub-layer.
-    :param exponent: of the factor (block number, from 1) ** -exponent; None means 0.5, the paper's.
+    :param exponent: exponent p of the factor l ** -p, l from 1; None means 0.5, the paper's.
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
-    :raises LNSConfigError: a value that is not allowed, or a block type on which the scheme cannot be laid.
+    :raises LNSConfigError: a value that is not allowed, or a block type that the scheme does not support.
 
     Source of ``lns``: arXiv 2502.05795.
 
@@ -48,29 +48,27 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     initialization: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self, attention: Any = None) -> None:  # noqa: RUF033  the parent's InitVar
-        if hasattr(_upstream.TransformerBlockConfig, "__post_init__"):  # since 2.5.0
+        if hasattr(_upstream.TransformerBlockConfig, "__post_init__"):  # from 2.5.0 on
             super().__post_init__(attention)
         scheme = scheme_of(self.scheme, exponent=self.exponent)
-        # What is saved says everything, also what was left to its default.
+        # A saved config spells every field, defaults included.
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
         if self.initialization not in (None, "plain", "upstream"):
             raise LNSConfigError(
-                f"block.initialization={self.initialization!r}: expected plain or upstream (OLMo-core's model draws "
-                "the weights, by init_method)"
+                f"block.initialization={self.initialization!r}: expected plain or upstream (OLMo-core's "
+                "init_method draws the weights)"
             )
         self.initialization = self.initialization or "plain"
 
     @property
     def resolved_scheme(self) -> Scheme:
-        """The scheme that the fields say."""
+        """The scheme of these fields."""
         return scheme_of(self.scheme, exponent=self.exponent)
 
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
-        """OLMo-core's block with the scheme attached. :param block_idx: 0-based, global."""
+        """Build OLMo-core's block and attach the scheme. :param block_idx: 0-based, global."""
         if is_set(DISABLE):
-            raise LNSConfigError(
-                f"{DISABLE}=1 is set, but a block config names a scheme: unset it, or leave _CLASS_ away"
-            )
+            raise LNSConfigError(f"{DISABLE}=1 is set, but a block config names a scheme: unset it, or remove _CLASS_")
         require("olmo_core")
         blocks.require_supported(self.resolved_scheme, self.name, n_layers)
         block = self.stock().build(
@@ -80,19 +78,19 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:
-        """The same block without a scheme."""
+        """Return the same block config without a scheme."""
         names = [field.name for field in dataclasses.fields(_upstream.TransformerBlockConfig)]
         return _upstream.TransformerBlockConfig(**{name: getattr(self, name) for name in names})
 
 
 def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
-    """Lay ``scheme`` on every block of a config, in place: block, named blocks and block overrides.
+    """Select ``scheme`` for every block of a config, in place: block, named blocks and block overrides.
 
-    :param config: a ``TransformerConfig``, or anything that has one in ``model``.
-    :param fields: the other fields of :class:`BlockConfig`, such as ``exponent=0.25``.
+    :param config: a ``TransformerConfig``, or an object with one in ``model``.
+    :param fields: other fields of :class:`BlockConfig`, such as ``exponent=0.25``.
     :returns: ``config``.
-    :raises LNSConfigError: no such config, a block that is no plain ``TransformerBlockConfig`` or has a scheme
-        already, or a block type on which the scheme cannot be laid.
+    :raises LNSConfigError: another config, a block config of another class than ``TransformerBlockConfig`` or with a
+        scheme already, or a block type that the scheme does not support.
 
     Example: ``apply(TransformerConfig.llama2_271M(vocab_size=50304), "lns", exponent=0.5)``, then ``config.build()``.
     """
@@ -120,7 +118,7 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
 
 
 def __getattr__(name: str) -> Any:
-    # OLMo-core takes an AttributeError for "no such class" and builds its own block without a word.
+    # OLMo-core treats an AttributeError as "no such class" and silently builds its own block.
     if name.startswith("_"):
         raise AttributeError(name)
     raise LNSConfigError(

@@ -1,11 +1,11 @@
 """Measure a built model: a block's Pre-LN sites, a scaled norm against the norm before, the draw of a projection.
 
-A block is Pre-LN in the norms S if, with the outputs of S held fixed, block(x) - x is the same for every x, and the
-input of each norm of S minus x is so too: the branches read the stream through S and nothing else. S is made minimal,
-so that norms of queries, keys or latents fall out. Nothing is known of a model's family.
+A block is Pre-LN in the norms S if, with the outputs of S held fixed, block(x) - x and the input of each norm of S
+minus x are the same for every x: the branches read the stream through S and nothing else. S is made minimal, which
+excludes norms of queries, keys or latents. The probe does not depend on the model's family.
 
-Blocks are measured on a copy in fp32 and eval mode whose parameters are drawn at random: a gate or an output
-projection that starts at zero hides what it will let through later.
+A block is measured on a copy in fp32 and eval mode with random parameters: a gate or an output projection that starts
+at zero would hide its branch.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = [
 _Hook = Callable[..., Any]
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
-#: Relative difference below which two fp32 results are the same.
+#: Relative difference below which two fp32 results count as the same.
 SAME = 1e-4
-#: The same for bf16, in which a block is measured where it does not run in fp32 (flash attention).
+#: The same for bf16, for blocks that do not run in fp32 (flash attention).
 SAME_HALF = 0.02
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a block. :param place: of the stream in them: a position, or a keyword."""
+    """The arguments of one call of a block. :param place: position or keyword of the stream among the arguments."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -58,14 +58,16 @@ class Call:
         return found
 
     def on(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Run ``block`` on the stream ``x``, every other argument as it was; return the stream after it."""
+        """Run ``block`` on the stream ``x`` with the other arguments unchanged; return the stream after the block."""
         args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
-        # On a CPU torch.manual_seed keeps a stack trace of each call for GPUs that may come: half the time of a probe.
+        # Without CUDA, torch.manual_seed stores a stack trace per call for a later start of CUDA: half a probe's time.
         (torch.default_generator if x.device.type == "cpu" else torch).manual_seed(0)
         output = block(*args, **kwargs)
         if (after := _stream(output)) is None:
-            raise _NotPreLN(f"the block gives a {type(output).__name__}, expected a tensor or a tuple of one and more")
+            raise _NotPreLN(
+                f"its output is a {type(output).__name__}, expected a tensor or a tuple that starts with one"
+            )
         return after
 
 
@@ -73,8 +75,8 @@ class Call:
 class Found:
     """The Pre-LN sites of a block.
 
-    :param names: of the norms, in the order in which they run: two, or one that both branches of a parallel block read.
-    :param cancelled: those whose factor a norm behind them takes off again. :param twin: the copy that was run.
+    :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
+    :param cancelled: norms whose factor a later norm cancels. :param twin: the copy that was run.
     """
 
     names: tuple[str, ...]
@@ -87,13 +89,13 @@ class _NotPreLN(Exception):
 
 
 def _stream(output: Any) -> torch.Tensor | None:
-    """The first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
+    """Return the first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
     output = getattr(first(output), "last_hidden_state", first(output))
     return output if torch.is_tensor(output) else None
 
 
 def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Call | None:
-    """The call of a module whose output is its first floating matrix, the stream, after it; None for any other."""
+    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2:
@@ -115,7 +117,7 @@ def _hooks(handles: Iterable[Any]) -> Iterator[None]:
 class Ran(NamedTuple):
     """One forward of a model.
 
-    :param name: of the list of blocks, ``""`` where they were given. :param calls: the call of each block.
+    :param name: name of the list of blocks, ``""`` for given blocks. :param calls: the call of each block.
     :param times: module -> the number of its runs.
     """
 
@@ -129,12 +131,12 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
 
     :param run: runs one forward of the model.
-    :param blocks: the blocks themselves, where they are known.
-    :raises LNSConfigError: there is no such list, or there are several.
+    :param blocks: the blocks, if they are known.
+    :raises LNSConfigError: no such list, or several.
     """
     kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
-    # A layer without parts is no block: the head of a model may be a Sequential of its norm and a dropout.
+    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
     lists = {name: each for name, each in lists.items() if each and all(any(block.children()) for block in each)}
     if blocks is not None:
         lists = {"": list(blocks)}
@@ -170,7 +172,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
 
 
 def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: Container[nn.Module]) -> None:
-    """:raises LNSConfigError: the list is a part of a model, or blocks like its own ran besides it."""
+    """Check the list of blocks. :raises LNSConfigError: a part of the list, or similar blocks ran outside of it."""
     keys = [key for key, _ in model.get_submodule(name).named_children()]
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
         raise LNSConfigError(
@@ -181,13 +183,13 @@ def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: 
     alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
     if besides := [at for at, module in alike.items() if module in ran and module not in inside]:
         raise LNSConfigError(
-            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and others like them besides: "
-            f"{', '.join(besides)}; expected all in one list. Give all of them in order: blocks=[…]."
+            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and similar blocks outside of it: "
+            f"{', '.join(besides)}; expected all in one list. Give all blocks in order: blocks=[…]."
         )
 
 
 def structure(block: nn.Module) -> Any:
-    """Equal for blocks that are built alike: the types of their modules, the shapes and devices of their parameters."""
+    """Return the module types, parameter shapes and devices of a block, which are equal for blocks built alike."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
@@ -200,14 +202,14 @@ def pre_ln_sites(
     names: tuple[str, ...] | None = None,
     like: Found | None = None,
 ) -> Found:
-    """Find the norms that ``block`` reads its stream through, by running a copy of it.
+    """Find the norms through which ``block`` reads its stream, by running a copy of the block.
 
-    :param block: called as block(x, …); its weights may be of any floating dtype, not on the meta device.
-    :param call: its arguments in a real forward.
-    :param names: the norms that are to be confirmed.
-    :param like: of a block that is built alike, to be confirmed: a block may ask for its number. The copy takes the
-        drawn parameters of that block's.
-    :raises LNSConfigError: it is not Pre-LN; the message names the block and the reason.
+    :param block: called as block(x, …); its weights may have any floating dtype, not on the meta device.
+    :param call: arguments of the block in a real forward.
+    :param names: expected norms, to be confirmed.
+    :param like: result for a block built alike, to be confirmed, since a block may depend on its number. The copy takes
+        the random parameters of ``like.twin``.
+    :raises LNSConfigError: the block is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
     Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
@@ -216,9 +218,9 @@ def pre_ln_sites(
     problem: Exception | None = None
     known, drawn = (names, None) if like is None else (like.names, like.twin)
     cancelled = None if like is None else like.cancelled
-    for dtype in (torch.float32, torch.bfloat16):  # some kernels take half precision alone
+    for dtype in (torch.float32, torch.bfloat16):  # some kernels accept half precision only
         try:
-            # Each run is seeded; the launch's own random numbers go on as they would have.
+            # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
                 return _Replay(twin(block, drawn).to(dtype), _cast(call, dtype), dtype).sites(known, cancelled)
         except _NotPreLN as reason:
@@ -235,7 +237,7 @@ def pre_ln_sites(
 
 
 def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
-    """A copy of ``block`` in fp32 and evaluation mode, its parameters drawn at random, or those of ``like``."""
+    """Copy ``block`` in fp32 and evaluation mode, with random parameters or with those of ``like``."""
     if any(parameter.is_meta for parameter in block.parameters()):
         raise _NotPreLN("its weights are on the meta device; build or load them first")
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
@@ -270,7 +272,7 @@ def _cast(call: Call, dtype: torch.dtype) -> Call:
 
 
 class _Replay:
-    """A block that is run again and again: the outputs of its sites are held, those of other modules changed."""
+    """A block that runs repeatedly, with the outputs of its sites held fixed and those of other modules changed."""
 
     def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype) -> None:
         self.block, self.call = block, call
@@ -287,7 +289,7 @@ class _Replay:
         self.names: tuple[str, ...] = ()
 
     def _norms(self) -> dict[str, nn.Module]:
-        """The norms of the stream's shape that ran once, by what they do: the size of their input does not matter."""
+        """Find the norms of the stream's shape that ran once, by their invariance to the size of the input."""
         ran: dict[str, list[tuple[Any, Any, Any]]] = {}
         leaves = {name: module for name, module in self.block.named_modules() if name and not any(module.children())}
 
@@ -310,9 +312,9 @@ class _Replay:
     def run(
         self, x: torch.Tensor, names: Sequence[str], changes: Mapping[nn.Module, _Change] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """``block(x) - x`` with the outputs of these norms held, and the input of each minus x.
+        """Return ``block(x) - x`` with the outputs of these norms held, and the input of each norm minus x.
 
-        :param changes: module -> the change of its output, which for a norm that is held is the held one.
+        :param changes: module -> the change of its output; for a held norm, of the held output.
         """
         inputs: dict[str, torch.Tensor] = {}
 
@@ -333,28 +335,28 @@ class _Replay:
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def constant(self, names: Sequence[str]) -> bool:
-        """Return true if, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""
+        """Return true if, with these norms held, block(x) - x and each norm's input minus x do not depend on x."""
         (one, inputs), (two, others) = self.run(self.x, names), self.run(self.other, names)
         scale = self.other.double().norm()
         pairs = [(one, two), *zip(inputs, others, strict=True)]
         return all(float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale) for a, b in pairs)
 
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
-        """The change of the block's output where these modules give something else, its sites held."""
+        """Return the change of the block's output for changed outputs of these modules, with the sites held."""
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _turned))[0] - self.rest
 
     def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> Found:
-        """:param known: the names that are expected. :param cancelled: those that are cancelled in a block alike."""
+        """Find the sites. :param known: expected names. :param cancelled: cancelled norms of a block built alike."""
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
         if known is not None and not self.norms.keys() >= set(known):
             raise _NotPreLN(f"found {', '.join(self.norms)}, expected {', '.join(known)} as in a block built alike")
-        # The smallest set: norms of queries and keys are not in it.
+        # The smallest set excludes norms of queries and keys.
         sets = (names for count in (1, 2, 3) for names in itertools.combinations(self.norms, count))
         self.names = next(filter(self.constant, sets if known is None else [known]), ())
         if not self.names:
             raise _NotPreLN(
-                f"held fixed, its norms {', '.join(self.norms)} do not separate its branches from the stream"
+                f"its norms {', '.join(self.norms)}, held fixed, do not separate its branches from the stream"
             )
         self.rest = self.run(self.x, self.names)[0]
         self._check(" and ".join(self.names))
@@ -363,7 +365,7 @@ class _Replay:
         return Found(self.names, cancelled, self.block)
 
     def _check(self, words: str) -> None:
-        """:raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
+        """Check the sites. :raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
         alone = [self.effect(self.norms[name]) for name in self.names]
         for name, effect in zip(self.names, alone, strict=True):
             if float(effect.norm()) < self.same * float(self.rest.norm()):
@@ -375,25 +377,25 @@ class _Replay:
         if len(self.names) > 2:
             raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
         if self._branches(alone) < 2:
-            raise _NotPreLN(f"it has one branch, behind {words}; expected attention and feed-forward")
+            raise _NotPreLN(f"it has one branch, after {words}; expected attention and feed-forward")
         for module in self.block.modules():
             module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
         with torch.enable_grad():
             trains = self.constant(self.names)
         self.block.eval()
         if not trains:
-            raise _NotPreLN(f"in training its branches read the stream past {words}")
+            raise _NotPreLN(f"in training mode its branches bypass {words}")
 
     def _is_cancelled(self, name: str) -> bool:
-        """Return true if a norm behind it makes the branch the same at 64 and at 128 times its output."""
+        """Return true if 64 and 128 times the norm's output give the same branch, because of a later norm."""
         zero, small, large = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 64.0, 128.0))  # type: ignore[misc]
         return float((large - small).norm()) < 0.05 * float((small - zero).norm())
 
     def _branches(self, alone: Sequence[torch.Tensor]) -> int:
-        """The number of branches. The sites, or the children that read the only one, act on the stream together only
-        within a branch: queries, keys and values do; attention and feed-forward are added.
+        """Count the branches. The effects of two sites, or of two children that read the only site, add up across
+        branches (attention, feed-forward) and do not add up within a branch (queries, keys, values).
 
-        :param alone: the effect of each site.
+        :param alone: effect of each site.
         """
         units = [self.norms[name] for name in self.names]
         if len(units) == 1:
@@ -407,7 +409,7 @@ class _Replay:
         return len(set(branch))
 
     def _readers(self, name: str) -> list[nn.Module]:
-        """The children of the block that take the norm's output."""
+        """Return the children of the block that read the norm's output."""
         value = self.held[name]
         readers: dict[nn.Module, None] = {}
 
@@ -427,22 +429,22 @@ def _turned(y: torch.Tensor) -> torch.Tensor:
 
 
 def _one_channel_more(y: torch.Tensor) -> torch.Tensor:
-    """A branch that ends in this norm hands the one channel on alone."""
+    """Raise one channel; a branch that ends in this norm changes the stream in that channel only."""
     return y + torch.eye(1, y.shape[-1], dtype=y.dtype, device=y.device)[0]
 
 
 def _with(output: Any, value: Any) -> Any:
-    """A module's output with another first tensor."""
+    """Return a module's output with another first tensor."""
     return (value, *output[1:]) if isinstance(output, tuple) else value
 
 
 def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the input of a norm: its first argument, by position or by keyword."""
+    """Return the input of a norm: its first argument, positional or keyword."""
     return next(iter((*args, *kwargs.values())), None)
 
 
 def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return true for a norm: 64 and 128 times an input give the same, another input something else."""
+    """Return true for a norm: 64 and 128 times an input give the same output, another input another output."""
     like = _input(args, kwargs)
     if not like.is_floating_point():
         return False

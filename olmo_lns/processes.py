@@ -1,4 +1,4 @@
-"""The processes of a command: those that torchrun has started, and their process group."""
+"""The processes of a command, as torchrun starts them, and their process group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def one_process(what: str) -> None:
-    """Check that ``what`` runs alone.
+    """Check that the command ``what`` runs in one process.
 
-    :raises LNSConfigError: torchrun has started several processes, and each would do the same work.
+    :raises LNSConfigError: torchrun has started several processes, which would all do the same work.
     """
     if (world := os.environ.get("WORLD_SIZE", "").strip() or "1") != "1":
         raise LNSConfigError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
@@ -23,16 +23,16 @@ def one_process(what: str) -> None:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """A process group from torchrun's environment, or of this process alone, which needs neither port nor network.
+    """Open a process group from torchrun's environment, or of this process alone, without port or network.
 
-    Yields the device of this process: CUDA (number ``LOCAL_RANK``) where there is some, else the CPU. A group that is
-    already up is used and left up.
+    Yields the device of this process: CUDA number ``LOCAL_RANK``, or the CPU if there is no CUDA. A group that exists
+    already is used and kept.
     """
     import torch
     import torch.distributed as dist
 
-    # Its functions keep the group of the moment they are defined as a default argument. Imported later (torch._dynamo,
-    # OLMo and FSDP do), they would keep ours, whose threads then live on and can abort the process as it exits.
+    # The functions of this module keep the current group as a default argument. Imported later (by torch._dynamo, OLMo
+    # or FSDP), they would keep the group below; its threads would then survive and can abort the process at exit.
     import torch.distributed.nn
 
     cuda = torch.cuda.is_available()
@@ -44,7 +44,7 @@ def process_group() -> Iterator[torch.device]:
         return
     backend = "nccl" if cuda else "gloo"
     world = os.environ.get("WORLD_SIZE", "")
-    if world and ("RANK" in os.environ or world != "1"):  # torch names the other variable that is missing
+    if world and ("RANK" in os.environ or world != "1"):  # torch's error names the missing variable
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,7 +1,7 @@
-"""Compare the scheme that a checkpoint's own config names with the built model.
+"""Compare the scheme in a checkpoint's config with the built model.
 
-The framework's saved config is the record: OLMo's config.yaml, Megatron's arguments, OLMo-core's and transformers'
-config.json. Each integration reads its own; this is the one comparison.
+The record is the config that the framework saves: OLMo's config.yaml, Megatron's arguments, OLMo-core's and
+transformers' config.json. Each integration reads its record; all share this comparison.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = logging.getLogger("olmo_lns")
 def require_same(
     saved: Scheme | None, running: Scheme, *, source: object, setting: Callable[[Scheme], str], differing: str = ""
 ) -> None:
-    """Compare what a checkpoint's own config says with the built model, before its weights are used.
+    """Compare a checkpoint's config with the built model, before the weights are used.
 
-    :param saved: Pre-LN for a stock config; None where nothing says what the weights were trained with.
-    :param setting: what a user types to run a scheme, such as ``--layernorm-scaling``.
-    :param differing: another difference, in words, such as of the base norm.
-    :raises CheckpointMismatchError: they differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+    :param saved: scheme of the checkpoint, Pre-LN for a stock config; None if no config was saved.
+    :param setting: scheme -> the option that a user types for it, such as ``--layernorm-scaling``.
+    :param differing: another difference in words, such as the base norm.
+    :raises CheckpointMismatchError: the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
 
     Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.
     """
@@ -33,13 +33,13 @@ def require_same(
     if saved is None:
         if running.is_pre_ln:
             return
-        found = "nothing beside it says what its weights were trained with"
-        todo = "Copy the config of the run that saved it beside the weights"
+        found = "no config beside it names the scheme of its weights"
+        todo = "Copy the config of its run beside the weights"
     else:
         found = f"its config says {differing or saved}"
         todo = f"Run with the checkpoint's setting ({setting(saved)})"
     message = f"{source}: {found}, but this run has {running}."
     if settings.is_set(settings.ALLOW_MISMATCH):
-        log.warning("%s Loading it all the same, as %s=1 says.", message, settings.ALLOW_MISMATCH)
+        log.warning("%s Loading it anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
         return
-    raise CheckpointMismatchError(f"{message} {todo}, or set {settings.ALLOW_MISMATCH}=1 to go on knowingly.")
+    raise CheckpointMismatchError(f"{message} {todo}, or set {settings.ALLOW_MISMATCH}=1 to load it anyway.")

@@ -1,4 +1,4 @@
-"""Measure the output of a norm and the draw of a projection; raise a problem of one process on all."""
+"""Measure the output of a norm and the draw of a projection; raise a problem of one process on all processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["Response", "agree", "check_drawn", "first", "response"]
 
 
 def first(output: Any) -> Any:
-    """A module's output, or the first of its outputs."""
+    """Return a module's output, or the first of its outputs."""
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 @dataclass(frozen=True)
 class Response:
-    """A norm's output on random rows and its gradient with respect to them, fp64. :param dtype: it computed in."""
+    """A norm's output on random rows and the gradient of the rows, fp64. :param dtype: dtype of the computation."""
 
     output: torch.Tensor
     gradient: torch.Tensor | None
     dtype: torch.dtype
 
     def problem(self, before: Response, factor: float) -> str:
-        """The first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
+        """Return the first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         for name in ("output", "gradient"):
             wanted, found = getattr(before, name), getattr(self, name)
@@ -37,7 +37,7 @@ class Response:
             if found.shape != wanted.shape:
                 return f"{name} of shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
             size = float(wanted.norm())
-            if not float((found - factor * wanted).norm()) <= tolerance * abs(factor) * size:  # true for NaN, too
+            if not float((found - factor * wanted).norm()) <= tolerance * abs(factor) * size:  # also true for NaN
                 ratio = float((found * wanted).sum()) / size**2 if size else math.nan
                 return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
         return ""
@@ -46,9 +46,9 @@ class Response:
 def response(module: nn.Module, width: int) -> Response:
     """Run a norm on random rows with random parameters, forward and backward.
 
-    The module's own parameters are neither read nor changed: they may be on the meta device, or hold ``main_grad``.
+    The module's parameters are neither read nor changed, and may be on the meta device or hold ``main_grad``.
 
-    :param width: the hidden size; the rows are (4, 1, width), of the parameters' dtype and on their device.
+    :param width: the hidden size; the rows are (4, 1, width), in the parameters' dtype and on their device.
     """
     parameters = dict(module.named_parameters())
     device, dtype = next(((p.device, p.dtype) for p in parameters.values()), (torch.device("cpu"), torch.float32))
@@ -56,7 +56,7 @@ def response(module: nn.Module, width: int) -> Response:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(4)
     own = {
-        # ds_shape: of a weight that DeepSpeed has taken away
+        # ds_shape: the full shape of a weight that DeepSpeed has partitioned
         name: (1 + 0.25 * torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, device="cpu")).to(
             device, p.dtype
         )
@@ -75,8 +75,8 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
     """Check that freshly drawn matrices have the standard deviation ``std``.
 
     :param weights: name -> weight, or this process's shard of it; none is changed.
-    :returns: whether there was anything to measure: not on the meta device, nor with fewer than 1,000 elements.
-    :raises MeasurementError: found and expected standard deviation.
+    :returns: true if a weight was measured: not on the meta device, at least 1,000 elements.
+    :raises MeasurementError: the found and the expected standard deviation.
     """
     measured = False
     for name, weight in weights.items():
@@ -87,8 +87,8 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
         if not 0.85 * std <= found <= 1.15 * std:
             raise MeasurementError(
                 f"{where}, {name}: found weights drawn with a standard deviation of {found:.4g}, expected {std:.4g}. "
-                "This upstream initializes its output projections in another way than was asked for; "
-                "OLMO_LNS_DISABLE=1 starts it without a scheme."
+                "This upstream version does not initialize its output projections as requested. "
+                "OLMO_LNS_DISABLE=1 runs without a scheme."
             )
     return measured
 
@@ -96,8 +96,8 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
 def agree(problem: str) -> None:
     """Raise on every process of a launch if one of them has a problem, before the next collective runs.
 
-    :param problem: of this process; ``""`` if it has none. Every process of the launch calls this.
-    :raises MeasurementError: the problems, with the ranks that have them.
+    :param problem: this process's problem, or ``""``. Every process of the launch must call this function.
+    :raises MeasurementError: the problems with their ranks.
     """
     import torch.distributed as dist
 

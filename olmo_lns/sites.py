@@ -1,12 +1,12 @@
-"""A norm's place in a scheme: scaled, measured, read back, counted, reported.
+"""Sites: scale a norm, measure it, read its scheme back, count and report sites.
 
-The module that carries out the plan of a sub-layer (in LayerNorm Scaling its norm) has a :class:`Site`. Whatever asks
-about a model's scheme reads the sites of the built model.
+The module that computes the plan of a sub-layer (in LayerNorm Scaling its norm) has a :class:`Site`. The scheme of a
+built model is always read from its sites.
 
-A scaled module stays the same object and becomes an instance of a subclass of its own class: parameters, hooks,
-state-dict keys and ``isinstance`` checks stay as the framework made them. An integration derives one class for each
-norm whose arithmetic it knows (the factor is folded into gain and bias); :class:`ScaledOutput` is for any other.
-:func:`scale` measures each, and takes the second where the first computes something else than the framework did.
+A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
+``isinstance`` checks do not change. An integration derives one class for each norm of known arithmetic (the factor is
+folded into gain and bias); :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to
+the second if the first does not compute the factor times the framework's output.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger("olmo_lns")
 class Site:
     """One sub-layer of one block under a scheme.
 
-    :param layer_number: 1-based, global. :param n_layers: of the whole model.
-    :param sub_layer: ``attn`` or ``ff``; a norm that both read (parallel blocks) has a site for each.
+    :param layer_number: 1-based, global. :param n_layers: number of blocks of the whole model.
+    :param sub_layer: ``attn`` or ``ff``; a norm that both read (parallel blocks) has two sites.
     """
 
     scheme: Scheme
@@ -50,9 +50,9 @@ class Site:
 
 
 def attach(module: Any, *found: Site) -> None:
-    """Note on ``module`` the sites whose plans it carries out.
+    """Store on ``module`` the sites whose plans it computes.
 
-    :raises LNSConfigError: it has a scheme already.
+    :raises LNSConfigError: the module has a scheme already.
     """
     if present := _own(module):
         raise LNSConfigError(
@@ -63,7 +63,7 @@ def attach(module: Any, *found: Site) -> None:
 
 
 def _own(module: Any) -> tuple[Site, ...]:
-    # In the instance: FSDP's and torch.compile's wrappers answer for what they wrap.
+    # From the instance: FSDP's and torch.compile's wrappers forward attribute access to the wrapped module.
     return tuple(module.__dict__.get("lns_sites", ()))
 
 
@@ -75,9 +75,9 @@ def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
 
 
 def read_back(model: Any) -> Scheme:
-    """Return the scheme that the built model has; Pre-LN if it has no site.
+    """Return the scheme of the built model; Pre-LN if it has no site.
 
-    :raises MeasurementError: two schemes in one model, or a module whose class or factor is not its plan's.
+    :raises MeasurementError: two schemes in one model, or a module that does not compute its plan.
     """
     found = list(sites(model))
     if not found:
@@ -91,31 +91,31 @@ def read_back(model: Any) -> Scheme:
             differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
             found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(site.plan, n)!r}" for n in differing)
             raise MeasurementError(
-                f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. Something has replaced the "
-                "module or its forward since the block was built; apply the scheme after that."
+                f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. The module or "
+                "its forward was replaced after the block was built; apply the scheme after the replacement."
             )
     return found[0][2].scheme
 
 
 def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
-    """Check that every sub-layer of every block is there once, as ``scheme`` wants it, and nothing else is.
+    """Check that every sub-layer of every block has one site under ``scheme``, and that there are no other sites.
 
-    :param layer_numbers: of the blocks in ``model``; default all of 1 … n_layers.
-    :raises MeasurementError: found and expected sub-layers.
+    :param layer_numbers: numbers of the blocks in ``model``; default 1 … n_layers.
+    :raises MeasurementError: the found and the expected sub-layers.
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
     found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
     if sorted(found) != sorted(expected) or read_back(model) != scheme:
         raise MeasurementError(
-            f"{scheme.definition.title} was asked for ({scheme}): found {read_back(model)} on {len(found)} sub-layers "
-            f"{found}, expected {expected}. This framework builds its blocks in an unknown way; report it, or start "
+            f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(found)} sub-layers "
+            f"{found}, expected {expected}. This framework builds its blocks in an unknown way: report it, or run "
             "without a scheme."
         )
 
 
 class Derived:
-    """Mixin in front of a framework's class (:func:`derived`): a module of such a class pickles."""
+    """Mixin that makes a class of :func:`derived` picklable."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, stock = type(self).__dict__.get("lns_made_of", (None, None))
@@ -125,25 +125,25 @@ class Derived:
 
 
 class Scaled(Derived):
-    """Mixin in front of a framework's class: a module with a factor."""
+    """Mixin for a framework's class: a module with a factor."""
 
-    # A plain float: a buffer would be lost on the meta device, and a None would be a branch in
-    # ``forward`` for which torch.compile builds one graph per layer.
+    # A plain float: a buffer would be lost on the meta device; None would be a branch in ``forward``, with one
+    # torch.compile graph per layer.
     lns_scale: float
     lns_scale_tensor: torch.Tensor
     lns_backend: Any
-    #: The plan of the sub-layer without this module's factor, and that factor's name in it.
+    #: The plan of the sub-layer without this module's factor, and the factor's name in the plan.
     lns_form: Plan = Plan()
     lns_field: str = "norm_scale"
-    #: The forward of a mixin calls the framework's own, so that a wrapper around it goes on running.
+    #: True if the mixin's forward calls the framework's, so that a wrapper around that one keeps running.
     lns_calls_forward = False
-    #: How the factor is applied, in words; by default the norm's backend.
+    #: The way in which the factor is applied, in words; by default the norm's backend.
     lns_way = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
-        """The plan that ``forward`` computes; without the factor if somebody has put another forward in its place."""
+        """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
         own = vars(self).get("forward")
-        # accelerate's hooks keep the old one; a product is ours
+        # accelerate's hooks keep the old forward; a Product applies the factor
         if own is not None and not isinstance(own, Product) and "_old_forward" not in vars(self):
             return self.lns_form
         factor: dict[str, Any] = {self.lns_field: self.lns_scale}
@@ -153,9 +153,9 @@ class Scaled(Derived):
     def lns_factor(self) -> Any:
         """The factor as a float, or for torch.compile an equal 0-d CPU tensor: one graph for all blocks.
 
-        Dynamo burns the first block's float into its graph and makes the second block's an input; recomputation of a
-        checkpointed first block then runs the other graph, which saves other tensors, and torch raises a
-        CheckpointError. A tensor is an input from the start. State dicts, meta device and FSDP do not see it.
+        Dynamo treats the first block's float as a constant and the second block's as an input. Recomputation of a
+        checkpointed first block then runs the other graph, which saves other tensors: torch raises a CheckpointError.
+        A tensor is an input from the start. State dicts, meta device and FSDP do not see it.
         """
         return self.lns_scale_tensor if torch.compiler.is_compiling() else self.lns_scale
 
@@ -174,7 +174,7 @@ class ScaledOutput(Scaled):
 
 
 class Product:
-    """A forward that somebody has put into a module, times the module's factor."""
+    """The forward of a module instance, times the module's factor."""
 
     def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
@@ -191,10 +191,10 @@ _derived: dict[tuple[type, type], Any] = {}
 
 
 def derived(mixin: type, stock: type) -> Any:
-    """The subclass of ``mixin`` and ``stock``; one for each pair, and it pickles."""
+    """Return the picklable subclass of ``mixin`` and ``stock``, the same for each call."""
     if (mixin, stock) not in _derived:
         members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
-        # Under the framework's own name: Megatron-FSDP and recipes for quantization go by it.
+        # Under the stock class's name, which Megatron-FSDP and quantization recipes read.
         _derived[mixin, stock] = type(stock.__name__, (mixin, stock), members)
     return _derived[mixin, stock]
 
@@ -204,8 +204,10 @@ def _new(mixin: type, stock: type) -> Any:
     return kind.__new__(kind)
 
 
-def give(module: Any, kind: type, scale: float, *, form: Plan = Scaled.lns_form, field: str = Scaled.lns_field) -> None:
-    """Make ``module`` a ``kind``, a subclass of :class:`Scaled` and of its own class, with this factor."""
+def set_kind(
+    module: Any, kind: type, scale: float, *, form: Plan = Scaled.lns_form, field: str = Scaled.lns_field
+) -> None:
+    """Change the class of ``module`` to ``kind``, a subclass of :class:`Scaled` and of its class; set the factor."""
     module.__class__ = kind
     module.lns_scale, module.lns_form, module.lns_field = scale, form, field
     module.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
@@ -223,15 +225,14 @@ def scale(
     field: str = Scaled.lns_field,
     respond: Callable[[Any], probe.Response] | None = None,
 ) -> None:
-    """Multiply what ``module`` gives by ``factor``, in place, and measure it against what it gave before.
+    """Multiply the output of ``module`` by ``factor``, in place, and measure it against the output before.
 
-    :param where: its site, for the message. :param width: the hidden size.
-    :param folded: a mixin that has the factor inside its arithmetic, where the class of ``module`` is known. It is
-        taken if nobody has wrapped the module's forward and it measures as the framework's own times ``factor``; else
-        the output is multiplied.
+    :param where: site of the module, for the message. :param width: the hidden size.
+    :param folded: mixin with the factor in its arithmetic, for a known class of ``module``. It is used if the module's
+        forward is not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
     :param form: the plan without this factor. :param field: the factor's name in the plan.
-    :param respond: default :func:`olmo_lns.probe.response`; for modules that are more than a norm.
-    :raises MeasurementError: neither gives ``factor`` times what it was. The module is left as it was.
+    :param respond: measures the module; default :func:`olmo_lns.probe.response`, which expects a norm.
+    :raises MeasurementError: neither way gives ``factor`` times the output before. The module is left unchanged.
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
@@ -241,30 +242,30 @@ def scale(
         before, problem = respond(module), ""
     except Exception as error:
         raise MeasurementError(
-            f"{where} ({stock.__name__}): it does not take rows of {width} channels alone ({type(error).__name__}: "
-            f"{error}); expected a norm of the stream."
+            f"{where} ({stock.__name__}): found a module that does not take rows of {width} channels "
+            f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
     keeps = getattr(folded, "lns_calls_forward", False)
     plain = "forward" not in vars(module) and (keeps or is_plain(stock))
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
-        give(module, derived(mixin, stock), factor, form=form, field=field)
+        set_kind(module, derived(mixin, stock), factor, form=form, field=field)
         own = vars(module).get("forward")
         if own is not None:
             module.forward = Product(module, own)
         try:
             problem = respond(module).problem(before, factor)
-        except Exception as error:  # the arithmetic that was known reads what this norm no longer has
+        except Exception as error:  # the folded arithmetic reads an attribute that this norm lacks
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return
-        _ungive(module, stock, own)
+        _make_stock(module, stock, own)
     raise MeasurementError(
-        f"{where} ({stock.__name__}): measured {problem}. This module computes past its forward; expected a norm "
-        "whose output can be scaled."
+        f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
+        "output can be scaled."
     )
 
 
-def _ungive(module: Any, stock: type, forward: Any) -> None:
+def _make_stock(module: Any, stock: type, forward: Any) -> None:
     module.__class__ = stock
     for name in [name for name in vars(module) if name.startswith("lns_")]:
         delattr(module, name)
@@ -273,7 +274,7 @@ def _ungive(module: Any, stock: type, forward: Any) -> None:
 
 
 def is_plain(stock: type) -> bool:
-    """Return true if the forward of a class is the one in its source file: not decorated, not replaced."""
+    """Return true if a class has the forward of its source file: not decorated, not replaced."""
     forward = inspect.getattr_static(stock, "forward", None)
     owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)
     code = getattr(forward, "__code__", None)
@@ -287,7 +288,7 @@ def is_plain(stock: type) -> bool:
 
 
 def restore(model: Any) -> None:
-    """Take the scheme off a model: its modules are the framework's own again, after a failed attempt or a fold."""
+    """Remove the scheme from a model, after a failed attempt or a fold: its modules get their stock classes back."""
     for module in model.modules():
         own = vars(module).get("forward")
         if "lns_scale" in vars(module):
@@ -297,7 +298,7 @@ def restore(model: Any) -> None:
                 if made_of
                 else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
             )
-            _ungive(module, stock, own.forward if isinstance(own, Product) else own)
+            _make_stock(module, stock, own.forward if isinstance(own, Product) else own)
         vars(module).pop("lns_sites", None)
 
 
@@ -307,11 +308,11 @@ def restore(model: Any) -> None:
 def start_up_line(
     model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", here: str = "", initialization: str = ""
 ) -> str:
-    """Say what was built, from what was read back and measured.
+    """Return the start-up line, from the scheme that is read back and the measurements.
 
-    :param measured: such as ``("output", "gradient", "initialization")``. :param norm: the base norm.
-    :param here: the part of the model that this process holds, where that is not all of it.
-    :param initialization: such as ``"scaled initialization off"``.
+    :param measured: measured parts: ``("output", "gradient", "initialization")``. :param norm: the base norm.
+    :param here: the part of the model in this process, if it is not the whole model.
+    :param initialization: text for the initialization: ``"scaled initialization off"``.
 
     Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
     """
@@ -331,14 +332,14 @@ def _way(module: Any) -> str:
 
 
 def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
-    """``["s = 1 (block 1) to 0.25 (block 16)"]``: constants that are not 1, learned factors, where norms sit."""
+    """Return constants other than 1, learned factors and Post-LN blocks: ``["s = 1 (block 1) to 0.25 (block 16)"]``."""
     plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
     words = []
     for field in fields(Plan):
         values = [getattr(plan, field.name) for plan in plans.values()]
         if isinstance(field.default, float) and any(value != 1.0 for value in values):
             name = "s" if field.name == "norm_scale" else field.name
-            # Of the sub-layers that have the constant: some schemes scale attention or feed-forward alone.
+            # Only the sub-layers with the constant: some schemes scale attention or feed-forward alone.
             having = {sub_layer for (_, sub_layer), value in zip(plans, values, strict=True) if value != 1.0}
             scaled = [value for (_, sub_layer), value in zip(plans, values, strict=True) if sub_layer in having]
             only = "" if len(having) == len(SUB_LAYERS) else f", {', '.join(having)} only"

@@ -1,4 +1,4 @@
-"""Text that leaves the package: files as UTF-8 and whole, messages in what the terminal's locale has."""
+"""Output of the package: files as UTF-8, written by rename; messages in the terminal's encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-#: Character of our messages -> what stands for it where the locale doesn't have it. Any other becomes a question mark.
+#: Character of a message -> its replacement if the locale lacks it. Any other character becomes a question mark.
 _PLAIN = {"…": "...", "–": "-", "—": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt", "π": "pi"}
 
 
@@ -29,7 +29,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def degrade() -> None:
-    """Let standard output and error take any text: what their encoding lacks is replaced, what is closed is ignored."""
+    """Make standard output and error accept any text: replace missing characters, ignore a closed stream."""
 
     def replaced(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -39,7 +39,7 @@ def degrade() -> None:
     codecs.register_error("olmo_lns", replaced)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the shell: the next file that is opened must not take its place
+        if stream is None:  # closed by the shell; the next opened file must not reuse its descriptor
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="olmo_lns")

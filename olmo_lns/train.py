@@ -1,6 +1,6 @@
-"""``olmo-lns train``: OLMo's own Trainer from the pip package alone, for those without an OLMo checkout.
+"""``olmo-lns train``: OLMo's Trainer from the pip package, without an OLMo checkout.
 
-OLMo's launcher isn't in its wheel: :func:`run` assembles the same parts in the same order, on a CPU too, and returns.
+OLMo's wheel lacks the launcher. :func:`run` assembles the same parts in the same order, on a CPU too, and returns.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ One process needs neither torchrun nor a network; several:
 Ctrl-C saves a checkpoint after the current step; --try_load_latest_save continues from it.
 """
 
-#: What train.pt and optim.pt hold beside tensors; ai2-olmo 0.6.0 loads them with torch's ``weights_only=True``.
+#: Types in train.pt and optim.pt besides tensors; ai2-olmo 0.6.0 loads the files with torch's ``weights_only=True``.
 _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-# numpy's _reconstruct, wherever it lives
+# numpy's _reconstruct, in whatever module
 _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
 
 
 @contextmanager
 def _mended_state() -> Iterator[None]:
-    """Inside, ai2-olmo 0.6.0's Trainer loads what it saved, and saves its random state where there is no CUDA."""
+    """Let ai2-olmo 0.6.0's Trainer load its own checkpoints, and save its random state without CUDA."""
     cuda, get, put = torch.cuda.is_available(), torch.cuda.get_rng_state, torch.cuda.set_rng_state
     with (
         torch.serialization.safe_globals(_STATE_TYPES),
@@ -68,20 +68,20 @@ def _mended_state() -> Iterator[None]:
 
 @dataclass
 class LocalTrainer(Trainer):
-    """OLMo's Trainer, stopped from outside."""
+    """OLMo's Trainer, which a signal stops."""
 
     stop_requested: bool = False
 
     def request_stop(self, *_: Any) -> None:
-        """The handler of a signal."""
+        """Handle a signal."""
         if self.stop_requested:
             raise KeyboardInterrupt
         self.stop_requested = True
         if get_global_rank() == 0:
-            print("\nending after this step with a checkpoint; once more ends at once", flush=True)
+            print("\nsaving a checkpoint after this step, then ending; a second signal ends at once", flush=True)
 
     def check_if_cancelled(self) -> tuple[bool, int]:
-        """A signal at rank 0 ends the run on every rank, after this step and with a checkpoint."""
+        """End the run on every rank after a signal at rank 0: after this step, with a checkpoint."""
         if synchronize_flag(self.stop_requested, self.device):
             return True, 0
         return super().check_if_cancelled()
@@ -92,7 +92,7 @@ def _allocate(module: torch.nn.Module) -> None:
 
 
 def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
-    """The model under ``cfg.distributed_strategy``, with freshly drawn parameters."""
+    """Wrap the model by ``cfg.distributed_strategy`` and draw its parameters."""
     strategy = str(cfg.distributed_strategy)
     if strategy == "single":
         from olmo.torch_util import SingleAccelerator  # OLMo main only
@@ -110,7 +110,7 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
             use_orig_params=cfg.fsdp.use_orig_params,
             limit_all_gathers=True,
             device_id=device,
-            # Storage only: the values come from reset_parameters below, once.
+            # Storage only; reset_parameters below sets the values.
             param_init_fn=_allocate,
         )
     model.reset_parameters()
@@ -118,7 +118,7 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
 
 
 def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
-    """DDP and single save whole models, under the intervals given for sharded ones if need be."""
+    """Return the checkpoint type: DDP and single save unsharded, at the sharded interval if only that is set."""
     if str(cfg.distributed_strategy) == "fsdp":
         return CheckpointType.sharded if cfg.save_num_checkpoints_to_keep != 0 else CheckpointType.unsharded
     cfg.save_interval_unsharded = cfg.save_interval_unsharded or cfg.save_interval
@@ -132,18 +132,18 @@ def _indices_file(cfg: TrainConfig) -> TextIO | None:
         return None
     path = Path(cfg.save_folder) / f"data-indices/rank{get_global_rank()}.tsv.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A resumed run adds to the record of what it has read.
+    # A resumed run appends to the record of its data indices.
     return cast(TextIO, gzip.open(path, "at" if cfg.try_load_latest_save else "wt"))
 
 
 def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
     """Train ``cfg`` with OLMo's Trainer; the process group must be up.
 
-    ``cfg`` must have been prepared by :func:`prepare` and is completed in place, as OLMo's
-    launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves
-    a checkpoint after this step; several ranks do so at the next ``canceled_check_interval``.
+    :func:`prepare` must have prepared ``cfg``, which is completed in place as in OLMo's launcher, except that
+    ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves a checkpoint after this step;
+    several ranks do so at the next ``canceled_check_interval``.
 
-    :returns: the optimizer steps done in all, and False where a signal or a time limit ended the run.
+    :returns: the total number of optimizer steps, and False if a signal or a time limit ended the run.
     """
     with ExitStack() as stack:
         stack.enter_context(_mended_state())
@@ -156,7 +156,7 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
         seed_all(cfg.seed)
         resumable = cfg.update_with(save_overwrite=cfg.save_overwrite or cfg.try_load_latest_save)
         loader = build_train_dataloader(resumable)
-        # Building evaluators builds the tokenizer, which may be on the hub: only where asked for.
+        # Built only on request: evaluators build the tokenizer, which may be on the hub.
         evaluators = build_evaluators(cfg, device) if cfg.evaluators else []
         model = OLMo(cfg.model)
         log.info("%s parameters (%s without embeddings)", model.num_params(), model.num_params(False))
@@ -191,10 +191,10 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
         folders = [folder for folder in (cfg.save_folder, cfg.remote_save_folder) if folder is not None]
         if (latest := next(filter(None, map(find_latest_checkpoint, folders)), None)) is not None:
             cfg.load_path = str(latest)
-            # Anything else would overwrite the run's own checkpoints with another run's.
+            # Another type would overwrite this run's checkpoints with another run's.
             cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
     if not cfg.dry_run and not cfg.no_pre_train_checkpoint and cfg.load_path is None:
-        # Saved and read back up front: a full disk or an unreadable state shows now, not in an hour.
+        # Saved and read back first: a full disk or an unreadable state fails now, not in an hour.
         path, cache = trainer.save_checkpoint(checkpoint_type=checkpoint_type)
         trainer.restore_checkpoint(path, checkpoint_type=checkpoint_type, local_cache=cache)
     if cfg.load_path is not None:
@@ -211,22 +211,22 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
     if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
     if cfg.stop_at not in (None, trainer.max_steps):
-        log.warning("stop_at=%s, not max_duration (step %d), ends this run", cfg.stop_at, trainer.max_steps)
+        log.warning("stop_at=%s ends this run before max_duration (step %d)", cfg.stop_at, trainer.max_steps)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:
         return trainer.global_step, not cfg.dry_run
     if get_world_size() == 1:
-        cfg.canceled_check_interval = 1  # costs nothing with one rank, and Ctrl-C is heard at once
+        cfg.canceled_check_interval = 1  # free with one rank; Ctrl-C acts at once
     trainer.fit()
     return trainer.global_step, trainer.global_step >= last
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """An OLMo ``TrainConfig`` from a YAML file and ``--key=value`` overrides, with the types of this package.
+    """Load an OLMo ``TrainConfig`` from a YAML file and ``--key=value`` overrides, with the norm types of this package.
 
-    :param path: a file, or one of the pack by its name: ``60M-lns``.
-    :raises LNSConfigError: OLMo refuses the config, in the first line of its own words.
+    :param path: a file, or the name of a pack file: ``60M-lns``.
+    :raises LNSConfigError: OLMo refuses the config; the message has the first line of OLMo's error.
     """
     settings.refuse_disabled()
     register()
@@ -235,14 +235,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         return TrainConfig.load(found, [clean_opt(text) for text in overrides])
     except (OLMoConfigurationError, FileNotFoundError) as error:
         raise LNSConfigError(f"{path}: {one_line(error)}") from error
-    except (AttributeError, TypeError) as error:  # a key that OLMo reads before it compares the config with its own
+    except (AttributeError, TypeError) as error:  # OLMo reads some keys before it checks the config
         raise LNSConfigError(f"{path}: not an OLMo training config ({one_line(error)})") from error
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:
-    """Fill in what OLMo's launcher fills in, and what a CPU needs. The process group must be up; no file is touched.
+    """Fill in the values of OLMo's launcher, and those for a CPU. The process group must be up; no file is touched.
 
-    :raises LNSConfigError: a value that cannot work here, with what is expected.
+    :raises LNSConfigError: a value that cannot work here, with the expected one.
     """
     ranks, strategy = get_world_size(), str(cfg.distributed_strategy)
     if cfg.run_name is None:
@@ -251,7 +251,7 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
     if not free and any((Path(cfg.save_folder) / name).exists() for name in ("config.yaml", "train_data")):
         raise LNSConfigError(
             f"save_folder {cfg.save_folder} holds a run already: --try_load_latest_save continues it, "
-            "--save_overwrite replaces it, --save_folder=... goes elsewhere"
+            "--save_overwrite replaces it, --save_folder=... chooses another folder"
         )
     for path in cfg.data.paths or []:
         if "://" not in path and not Path(path).is_file():
@@ -274,7 +274,7 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
 
 
 def _save_config(cfg: TrainConfig) -> None:
-    barrier()  # every rank has looked into the folder before the first one writes there
+    barrier()  # every rank has checked the folder before the first rank writes
     if get_global_rank() == 0 and not cfg.dry_run:
         path = Path(cfg.save_folder) / "config.yaml"
         if not (cfg.try_load_latest_save and path.is_file()):
@@ -284,20 +284,20 @@ def _save_config(cfg: TrainConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns train``. Exit code 130 where a signal or a time limit ended the run early."""
+    """Run ``olmo-lns train``. Exit code 130: a signal or a time limit ended the run early."""
     parser = argparse.ArgumentParser(
         prog="olmo-lns train",
         usage="%(prog)s [-h] config [--key=value ...]",
-        description="Train an OLMo config with OLMo's own Trainer, from the pip package alone.",
+        description="Train an OLMo config with OLMo's Trainer, from the pip package alone.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="OLMo training config (YAML), or one of the pack by its name: 60M-lns")
+    parser.add_argument("config", help="OLMo training config (YAML), or the name of a pack file: 60M-lns")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as OLMo's own launcher")
     args = parser.parse_args(argv)
     cfg = load_config(args.config, args.overrides)
     if cfg.data.num_workers > 0:
-        mp.set_start_method("spawn", force=True)  # OLMo's launcher does: forking beside threads can hang
+        mp.set_start_method("spawn", force=True)  # as in OLMo's launcher: forking beside threads can hang
     with process_group() as device:
         prepare_cli_environment()
         add_cached_path_clients()

@@ -130,7 +130,7 @@ def test_a_model_equals_hooks_in_training(model, names):
         (lambda: Model(lambda self, x: x + self.mlp(self.n1(x))), "one branch"),
         (lambda: Model(lambda self, x: x + self.attn(self.n1(x), self.n2(x))), "one branch"),
         (lambda: Model(tail=lambda model: model.layers["3"].n2), "n2 of block 4 2 times"),
-        (first_outside, "besides"),
+        (first_outside, "outside of it"),
         (lambda: Model(keys="23"), "stages"),
     ],
 )

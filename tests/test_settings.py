@@ -31,7 +31,7 @@ def test_an_unknown_variable_is_refused_and_the_nearest_name_suggested(monkeypat
     for name, nearest in WRONG.items():
         with monkeypatch.context() as context:
             context.setenv(name, "0.3")
-            hint = re.escape(f"{name} is unknown" + (f" (did you mean '{nearest}'?)" if nearest else ": known are"))
+            hint = re.escape(f"{name} is unknown" + (f" (did you mean '{nearest}'?)" if nearest else ". Known:"))
             with pytest.raises(LNSConfigError, match=hint) as caught:
                 settings.check()
             assert all(known in str(caught.value) for known in settings.VARIABLES)
@@ -87,8 +87,8 @@ def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
     done = forked.run(BUILDS, **{name: value})
     assert done.stdout == "stock\n" and done.returncode != 0
     first, *_, last = [line for line in done.stderr.splitlines() if name in line]
-    assert "Where a scheme runs, this is an error" in first and "Error: " in last
-    assert done.stderr.count("Where a scheme runs") == 1
+    assert "In a run with a scheme this is an error" in first and "Error: " in last
+    assert done.stderr.count("In a run with a scheme") == 1
 
 
 @pytest.mark.parametrize("framework", ["megatron", "transformers"])

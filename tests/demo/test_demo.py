@@ -69,7 +69,7 @@ def test_an_interrupted_demo_goes_on_from_its_checkpoints(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate()
-    assert process.returncode == 130 and "To go on: olmo-lns demo --arms lns --steps 300" in out
+    assert process.returncode == 130 and "To resume: olmo-lns demo --arms lns --steps 300" in out
     assert subprocess.run([*command, "--out", str(tmp_path / "out")]).returncode == 0
     logs = log.read_text() + (folder / "attempt-02.log").read_text()
     assert logs.count("[step=1/") == 1 and logs.count("[step=300/") == 1
