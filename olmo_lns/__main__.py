@@ -30,7 +30,7 @@ def main() -> int:
 
     try:
         settings.check()
-        settings.refuse_disabled("the launcher was asked for")
+        settings.refuse_disabled("the launcher needs the plugin")
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
             from olmo_lns.study.engines.megatron import expand
 

@@ -249,7 +249,7 @@ def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
     pool = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1), device="cpu")
     start = 0
     for parameter in copied.parameters():
-        # A prime length: rows differ. Drawing 200 million numbers anew takes seconds.
+        # A pool of prime length, so that rows differ; drawing 200 million numbers would take seconds.
         end = start + parameter.numel()
         whole = pool if end <= len(pool) else pool.to(parameter.device).repeat(-(-end // len(pool)))
         part = whole[start:end].to(parameter.device)

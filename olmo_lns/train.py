@@ -48,7 +48,7 @@ Ctrl-C saves a checkpoint after the current step; --try_load_latest_save continu
 
 #: Types in train.pt and optim.pt besides tensors; ai2-olmo 0.6.0 loads the files with torch's ``weights_only=True``.
 _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-# numpy's _reconstruct, in whatever module
+# numpy's _reconstruct, in either module
 _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
 
 

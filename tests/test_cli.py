@@ -54,7 +54,7 @@ def test_the_launcher_runs_a_script_as_python_would(tmp_path):
     missing, off = shell(f"{OLMO_LNS} nowhere.py"), shell(f"{OLMO_LNS} {script}", OLMO_LNS_DISABLE="1")
     assert (missing.returncode, off.returncode) == (2, 2)
     assert b"no script 'nowhere.py'" in missing.stderr and missing.stderr.count(b"\n") == 1
-    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
+    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher needs the plugin: unset OLMO_LNS_DISABLE" in off.stderr
 
 
 #: Runs a command in a process whose import system does not find some packages.

@@ -136,7 +136,7 @@ def run(
 def run_observed(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """:func:`run` the blocks; call ``seen`` like an :data:`Observer`, with the batch's mask as last argument."""
+    """Run the blocks as :func:`run` does; call ``seen`` like an :data:`Observer`, with the batch's mask added."""
     forward = forward_of(model, logits=False)
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -30,11 +30,11 @@ class Backend:
     reason: str
 
     def rms_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As :func:`olmo_lns.norm.rms_norm`."""
+        """Run :func:`olmo_lns.norm.rms_norm` on this backend."""
         return rms_norm(x, *args, backend=self, **kwargs)
 
     def layer_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As :func:`olmo_lns.norm.layer_norm`."""
+        """Run :func:`olmo_lns.norm.layer_norm` on this backend."""
         return layer_norm(x, *args, backend=self, **kwargs)
 
 
@@ -124,7 +124,7 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
 def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked == "torch":
-        return _torch_backend(device, f"asked for by {origin}")
+        return _torch_backend(device, f"selected by {origin}")
     problem = _device_problem(device)
     if asked == "auto" and problem:  # do not import a Transformer Engine that cannot run
         return _torch_backend(device, problem)

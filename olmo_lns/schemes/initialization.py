@@ -28,7 +28,7 @@ def factor(initialization: str, layer_number: int, n_layers: int) -> float:
         return 1.0 / math.sqrt(2.0 * n_layers)
     if initialization == "depth_scaled":
         return 1.0 / math.sqrt(2.0 * layer_number)
-    raise LNSConfigError(f"initialization {initialization!r} has no factor of its own")
+    raise LNSConfigError(f"initialization {initialization!r} has no known factor: give plain, scaled or depth_scaled")
 
 
 def resolve(asked: str, scheme: Scheme) -> str:

@@ -93,7 +93,7 @@ def test_initializations_have_their_factors_and_defaults():
     assert factor("scaled", 3, 8) == pytest.approx(0.25) == factor("scaled", 8, 8)
     assert factor("depth_scaled", 8, 12) == pytest.approx(0.25)
     assert factor("depth_scaled", 2, 12) == pytest.approx(0.5)
-    with pytest.raises(LNSConfigError, match="'upstream' has no factor of its own"):
+    with pytest.raises(LNSConfigError, match="'upstream' has no known factor"):
         factor("upstream", 1, 1)
     assert (resolve("", PRE_LN), resolve("", LNS), resolve("scaled", LNS)) == ("upstream", "plain", "scaled")
     with pytest.raises(LNSConfigError, match="unknown initialization 'plane' .did you mean 'plain'"):

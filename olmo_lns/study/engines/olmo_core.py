@@ -33,7 +33,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = True) -> dict[str, Any]:
-    """:func:`read` with flat overrides, without set variables and without OLMo-core.
+    """Read a file with flat overrides; its variables need not be set, and OLMo-core need not be installed.
 
     :raises LNSConfigError: also a key below a value that is not a section.
     """
