@@ -23,7 +23,7 @@ def test_the_answer_comes_first_on_one_screen(capsys):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("OLMO_LNS_DISABLE=1", "OLMO_LNS_DISABLE=1 keeps it out"),
+        ("OLMO_LNS_DISABLE=1", "OLMO_LNS_DISABLE=1 switches the plugin off"),
         ("OLMO_LNS_NORM_BACKEND=fast", "unknown norm backend 'fast'"),
         ("OLMO_LNS_MONITOR=evry=5", "expected every="),
         ("OLMO_LNS_MONITR=every=5", "OLMO_LNS_MONITR is unknown"),

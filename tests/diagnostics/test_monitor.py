@@ -123,7 +123,7 @@ def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_tra
     rows = read(monitor.path)
     assert [row["tokens"] for row in rows] == [6] * 3
     assert [bool(np.isfinite(row["variance"])) for row in rows] == [True, False, False]
-    assert "step 1: the output of block 2 is the first that is not finite" in caplog.text
+    assert "step 1: block 2 is the first whose output is not finite" in caplog.text
 
 
 def test_a_resumed_run_drops_only_the_rows_of_later_steps_and_no_other_file(tmp_path, trainer):

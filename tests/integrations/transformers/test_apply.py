@@ -49,8 +49,8 @@ def test_known_norms_are_folded_into_gain_and_bias_and_changed_ones_have_their_o
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("llama", {"scheme": "deepnorm"}, "multiply norms"),
-        ("llama", {"scheme": "preln"}, "multiply norms"),
+        ("llama", {"scheme": "deepnorm"}, "multiplies norms"),
+        ("llama", {"scheme": "preln"}, "multiplies norms"),
         ("llama", {"initialization": "scaled"}, "expected plain or upstream"),
         ("llama", {"blocks": [torch.nn.Identity()]}, "one list of modules"),
         ("gpt2", {"changes": {"add_cross_attention": True}}, "third sub-layer"),
