@@ -130,3 +130,11 @@ def test_the_depth_factor_of_gpt2_is_taken_off_unless_it_is_asked_for(kind, tmp_
     for model, expected in ((applied, 1.0), (upstream, ratio(plain))):
         fresh = transformers.AutoModelForCausalLM.from_config(model.config)
         assert ratio(fresh) == pytest.approx(expected, abs=0.03)
+
+
+def test_the_depth_factor_of_another_family_is_taken_off_by_its_measure(capfd):
+    config = transformers.ImageGPTConfig(vocab_size=97, n_positions=32, n_embd=128, n_layer=4, n_head=4)
+    torch.manual_seed(0)
+    model = apply(transformers.ImageGPTForCausalImageModeling(config))
+    assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert "scaled initialization off" in capfd.readouterr().err
