@@ -29,8 +29,6 @@ def _window():
 OPTIONS = {
     "plain": {},
     "grouped queries": dict(n_kv_heads=2),
-    "one key head": dict(n_kv_heads=1),
-    "QK-norm": dict(qk_norm=True),
     "QK-norm per head": dict(qk_norm=True, use_head_qk_norm=True),
     "tied embeddings": dict(tie_word_embeddings=True),
     "sliding window": dict(sliding_window=True),
