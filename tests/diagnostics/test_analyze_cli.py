@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pandas
 import pytest
 import torch
@@ -15,6 +14,7 @@ from olmo_lns.diagnostics import MEASURES, plots
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations.transformers import apply
 from olmo_lns.study.arms import ARMS
 
 
@@ -65,21 +65,13 @@ def test_results_are_read_back_and_compared_in_tables_and_figures(what, results,
 
 def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama_folder, token_file, tmp_path):
     """Trained with LNS elsewhere: the norms of the stock class have no factor until ``--scheme`` says it."""
-    out = tmp_path / "out.json"
-    words = ["--model", llama_folder, "--data", token_file, "-o", out, *options("layer-drop")]
-    assert analyze("layer-drop", *words, "--scheme", "lns") == 0
-    model = huggingface("llama")
-    for number, block in enumerate(model.model.layers, start=1):
-        for norm in (block.input_layernorm, block.post_attention_layernorm):
-            norm.register_forward_hook(lambda _, __, y, number=number: y / number**0.5)
-    ids, total = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64)), 0.0
-    with torch.no_grad():
-        for row in ids.split(16):
-            nll = torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
-            total += float(nll)
-    result = Measurement.read(out)
-    assert result.details["baseline_loss"] == pytest.approx(total / result.tokens, rel=1e-5)
-    assert result.settings["scheme"] == "lns"
+    apply(huggingface("llama"), initialization="upstream").save_pretrained(tmp_path / "own")
+    words, found, out = ["--data", token_file, *options("layer-drop")], [], tmp_path / "out.json"
+    for folder, more in ((tmp_path / "own", []), (llama_folder, ["--scheme", "lns"]), (llama_folder, [])):
+        assert analyze("layer-drop", "--model", folder, *words, *more, "-o", out) == 0
+        found.append(Measurement.read(out))
+    assert found[0].blocks == found[1].blocks != found[2].blocks
+    assert [result.settings["scheme"] for result in found] == ["lns", "lns", "preln"]
 
 
 def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):

@@ -46,25 +46,13 @@ def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
 @pytest.fixture
 def micro(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    size = {
-        "model.n_layers": 2,
-        "model.d_model": 32,
-        "model.block.sequence_mixer.n_heads": 2,
-        "trainer.max_duration.value": 60,
-        "train_module.scheduler.warmup": 2,
-        "trainer.callbacks.checkpointer.save_interval": 5,
-    }
-    description = {
-        "name": "micro",
-        "framework": "olmo-core",
-        "config": str(CONFIGS / "study" / "tiny-olmo-core-base.yaml"),
-        "data": "demo",
-        "sizes": {"s": size},
-        "arms": ["preln", "lns"],
-        "seeds": [1],
-        "final_fraction": 0.5,
-        "launch": {"command": str(CONFIGS / "olmo_core" / "train.py"), "threads": 1},
-    }
+    description = yaml.safe_load((CONFIGS / "study" / "tiny-olmo-core.yaml").read_text())
+    size = {"model.n_layers": 2, "model.d_model": 32, "model.block.sequence_mixer.n_heads": 2}
+    size |= {"trainer.max_duration.value": 60, "train_module.scheduler.warmup": 2}
+    size |= {"trainer.callbacks.checkpointer.save_interval": 5}
+    description |= {"config": str(CONFIGS / "study" / "tiny-olmo-core-base.yaml"), "sizes": {"s": size}}
+    description |= {"arms": ["preln", "lns"], "seeds": [1], "final_fraction": 0.5}
+    description["launch"] |= {"command": str(CONFIGS / "olmo_core" / "train.py")}
     path = tmp_path / "micro.yaml"
     path.write_text(yaml.safe_dump(description))
     return path
