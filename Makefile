@@ -84,8 +84,7 @@ setup-olmo-core:
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py \
-		tests/diagnostics/test_olmo_core.py $(ARGS)
+		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup
