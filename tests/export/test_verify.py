@@ -23,6 +23,13 @@ def made(tmp_path_factory):
     return place
 
 
+def test_whole_exports_pass(made, capsys):
+    for name in ("fp32", "bf16", "olmo"):
+        assert verify(made / "run", made / name) == 0
+        out = capsys.readouterr().out
+        assert "PASS" in out and "differs" not in out
+
+
 NORM = "model.layers.2.post_attention_layernorm.weight"
 
 
@@ -48,6 +55,7 @@ def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
     ("setting", "value"),
     [
         ("rms_norm_eps", 2e-6),
+        ("rope_theta", 5000.0),
         ("hidden_act", "gelu"),
         ("sliding_window", 4),
         ("max_position_embeddings", 8),
@@ -57,17 +65,23 @@ def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
     """A window or a limit changes nothing within a short prompt, so that only the config tells."""
     shutil.copytree(made / "fp32", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if setting == "rope_theta" and "rope_parameters" in config:
+        config["rope_parameters"]["rope_theta"] = value
     config[setting] = value
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert verify(made / "run", tmp_path / "out") == 1
     assert f"{setting} is {value!r}" in capsys.readouterr().out
 
 
-def test_what_is_no_pair_is_refused(made, capsys):
-    for before, after, reason in (
-        (made / "olmo", made / "run", "still needs its factor"),
-        (made / "fp32", made / "olmo", "is never written as"),
-        (made / "run", "nothing/relative", "no such folder"),  # not a name of the hub
-    ):
-        assert verify(before, after) == 1
-        assert reason in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        (("olmo", "run"), "still needs its factor"),
+        (("fp32", "olmo"), "is never written as"),
+    ],
+)
+def test_what_is_no_pair_is_refused(made, pair, reason, capsys):
+    assert verify(*(made / name for name in pair)) == 1
+    assert reason in capsys.readouterr().err
+    assert verify(made / "run", "nothing/relative") == 1  # no name of the hub
+    assert "no such folder" in capsys.readouterr().err

@@ -27,34 +27,51 @@ def check(path, *words, capsys):
     return code, capsys.readouterr().out
 
 
+def test_good_files_pass_without_a_budget_and_their_tokens_are_counted(tmp_path, capsys):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.npy", "deep/b.npy"):
+        tokens().astype(np.uint16).tofile(tmp_path / name)
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and text.count("10,000 tokens") == 2 and "100 documents" in text
+    assert "2 files, 16,384 tokens to train on" in text  # the rest of each file fills no sequence
+
+
 def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, capsys):
-    """The rest that fills no sequence, held-out text and padding do not count; rows are compared by rows."""
+    """Held-out text and padding do not count; a run that reads rows is compared by rows."""
     for name in ("a.npy", "validation-00000.npy", "heldout/b.npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        tokens(8200).astype(np.uint16).tofile(tmp_path / name)
+        tokens(8192).astype(np.uint16).tofile(tmp_path / name)
     code, text = check(tmp_path, "--budget", "20e9", capsys=capsys)
-    assert "8,192 tokens to train on" in text and text.count("8,200 tokens") == 3 and "82 documents" in text
     assert code == 1 and "wanted 20,000,000,000 tokens: short: the run would read the data 2.44e+06 times" in text
     assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 0
-    mask = np.arange(8200) % 4 > 0
+    mask = np.arange(8192) % 4 > 0
     mask.tofile(tmp_path / "a.mask")
     assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 1
     assert check(tmp_path, "--budget", "6144", "--rows", "32", "--sequence", "256", capsys=capsys)[0] == 0
     assert check(tmp_path, "--rows", "64", "--sequence", "256", capsys=capsys)[0] == 1
     mask[:-1].tofile(tmp_path / "a.mask")
-    assert "a.mask has 8,199 positions, the file 8,200 tokens" in check(tmp_path, capsys=capsys)[1]
+    assert "a.mask has 8,191 positions, the file 8,192 tokens" in check(tmp_path, capsys=capsys)[1]
 
 
 @pytest.mark.parametrize(
     ("write", "words", "message"),
     [
-        (lambda p: tokens(vocabulary=128_000).astype("u4").tofile(p), (), "token is 0 .* wider dtype than uint16"),
+        (
+            lambda p: tokens().astype("u4").tofile(p),
+            (),
+            "every second token is 0 or nearly: .* wider dtype than uint16",
+        ),
+        (lambda p: tokens(vocabulary=128_000).astype("u4").tofile(p), (), "wider dtype than uint16"),
         (lambda p: tokens().astype("u8").tofile(p), ("--dtype", "uint32"), "wider dtype than uint32"),
         (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
         (lambda p: tokens().astype(">u2").tofile(p), (), "outside the vocabulary"),
         (lambda p: tokens(vocabulary=128).astype("u1").tofile(p), (), "token 50279 never occurs"),
+        (lambda p: tokens(vocabulary=128_000).astype("u2").tofile(p), (), "outside the vocabulary"),  # wrapped
+        (lambda p: tokens().astype("f4").tofile(p), (), "outside the vocabulary"),
         (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
+        (lambda p: p.write_bytes(tokens().astype("u4").tobytes()[:-2]), ("--dtype", "uint32"), "no multiple of 4"),
         (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
+        (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
         (lambda p: p.touch(), (), "is empty"),
         (lambda p: p.symlink_to("nowhere"), (), "No such file"),
     ],
@@ -112,6 +129,22 @@ def test_files_of_one_name_keep_apart(tmp_path, capsys, names):
             assert f"{count} {prefix}" in line and os.path.getsize(f"{prefix}.bin") == 2 * count
         assert main(["check", str(out), "--sequence", "100"]) == 0
         assert f"{len(names)} files" in capsys.readouterr().out
+
+
+def test_links_among_the_data_are_followed_once(tmp_path, capsys):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "data").mkdir()
+    tokens().astype(np.uint16).tofile(tmp_path / "store" / "a.npy")
+    (tmp_path / "data" / "b.npy").symlink_to("../store/a.npy")
+    (tmp_path / "data" / "again.npy").symlink_to(tmp_path / "store" / "a.npy")
+    (tmp_path / "data" / "up").symlink_to("..")
+    (tmp_path / "other").symlink_to("data")
+    for path in ("data", "other"):
+        assert main(["megatron", str(tmp_path / path), "-o", str(tmp_path / f"m-{path}")]) == 0
+    assert capsys.readouterr().out.count("10000 ") == 2
+    assert main(["check", str(tmp_path / "other")]) == 0
+    (binary,) = (tmp_path / "m-data").rglob("*.bin")
+    assert not binary.is_symlink() and binary.stat().st_size == 20_000
 
 
 @pytest.mark.parametrize("out", ["with blank", "tab\tin", "line\nbreak", "quote'd", "$HOME", "back\\slash"])

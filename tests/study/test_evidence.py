@@ -13,7 +13,7 @@ from support.studies import REPOSITORY
 
 pytest.importorskip("scipy", reason="needs scipy")
 np = pytest.importorskip("numpy")
-pytest.importorskip("pandas", reason="needs pandas")
+pd = pytest.importorskip("pandas", reason="needs pandas")
 FOLDER = REPOSITORY / "docs" / "evidence"
 PAGE = (REPOSITORY / "docs" / "evidence.md").read_text(encoding="utf-8")
 
@@ -71,6 +71,31 @@ def test_of_the_six_planned_contrasts_holm_leaves_one(analysis):
     assert analysis.holm(np.array([0.021, 0.5, 0.01, 0.02])) == pytest.approx([0.06, 0.5, 0.04, 0.06])
     rows = analysis.planned(analysis.read())
     assert len(rows) == 6 and rows.contrast[rows["p, Holm"] < 0.05].tolist() == ["lnsvalue − preln"]
+
+
+def test_branches_of_a_trunk_are_one_trajectory(analysis):
+    runs = analysis.read()
+    mine = runs[(runs.table == "runs") & (runs.source == "evidence-tokens") & (runs.arm == "lns") & (runs.seed == 1)]
+    assert len(mine[mine.learning_rate == 0.01]) == 6 and mine[mine.learning_rate == 0.01].trajectory.nunique() == 1
+    assert runs[runs.source == "evidence-cpu"].trajectory.is_unique
+
+
+def setting(**arms):
+    rows = [(arm, rate, seed, loss) for arm, by in arms.items() for rate, losses in by.items()
+            for seed, loss in enumerate(losses, start=1)]  # fmt: skip
+    return pd.DataFrame(rows, columns=["arm", "learning_rate", "seed", "nats"])
+
+
+def test_the_seed_that_chose_a_rate_is_left_out_of_the_contrast_where_there_are_others(analysis):
+    runs = setting(preln={0.1: [2.0, 2.1], 0.2: [1.9, 2.2], 0.4: [2.3]}, lns={0.1: [2.1], 0.2: [1.8, 2.0], 0.4: [1.9]})
+    seed, best = analysis.choose(runs)
+    assert seed == 1 and best.rate.to_dict() == {"lns": 0.2, "preln": 0.2}
+    found = analysis.paired(runs, "lns", "preln")
+    assert (found["mean"], found["seeds"], found["by"]) == (pytest.approx(-0.2), 1, "other seeds")
+    one_rate = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8]})
+    assert analysis.paired(one_rate, "lns", "preln") is None  # no rate of LNS was chosen: it has one only
+    alone = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8], 0.2: [1.7]})
+    assert analysis.paired(alone, "lns", "preln")["by"] == "the choosing seed"
 
 
 def test_the_experiments_load_by_an_entry_point(tmp_path):

@@ -153,3 +153,34 @@ def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
     (tmp_path / "checkpoint-3" / "config.json").unlink()
     with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
         sharded(apply(stock("llama")), 6).train(resume_from_checkpoint=True)
+
+
+RELOADS = """
+import importlib, sys, transformers
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+import transformers.models.auto.auto_factory, transformers.models.auto.configuration_auto, transformers.trainer
+for name in ("transformers.trainer", "transformers.models.auto.configuration_auto"):
+    importlib.reload(sys.modules[name])
+    if name.endswith("trainer"):
+        assert hasattr(sys.modules[name].Trainer.train, "__olmo_lns_wrapped__")
+print(type(sys.modules["transformers.models.auto.configuration_auto"].CONFIG_MAPPING["lns_qwen2"].__name__))
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+from transformers import AutoConfig, Trainer
+print(type(AutoConfig.for_model("lns_qwen2")).__name__, hasattr(Trainer.train, "__olmo_lns_wrapped__"))
+"""
+
+
+def test_modules_that_are_executed_again_are_wrapped_again(tmp_path):
+    done = launch.python(RELOADS, cwd=tmp_path)
+    assert done.last_line() == "LNSQwen2Config True", done.text
+
+
+def test_stand_ins_of_other_peoples_tests_are_left_alone(tmp_path):
+    program = (
+        "import sys, types, unittest.mock; sys.modules['transformers.trainer'] = unittest.mock.MagicMock()\n"
+        "sys.modules['peft.utils.constants'] = types.ModuleType('peft.utils.constants')\n"
+        "import transformers; from transformers import AutoConfig; print(type(AutoConfig.for_model('lns_llama')).__name__)"
+    )
+    done = launch.python(program, cwd=tmp_path)
+    assert done.last_line() == "LNSLlamaConfig", done.text
