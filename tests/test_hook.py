@@ -123,12 +123,6 @@ from _pytest.config import get_config
 assertion.install_importhook(get_config()).mark_rewrite("olmo")
 """,
     "one that has only find_module": "import sys\nsys.meta_path.insert(0, type('Old', (), {'find_module': lambda *a: None})())",
-    "one that loads by a class of its own": OTHER_FINDER + """
-class Loader(machinery.SourceFileLoader):
-    def exec_module(self, module):
-        super().exec_module(module)
-change = lambda spec: Loader(spec.name, spec.origin)
-""",
     "one without room on its loader": OTHER_FINDER + """
 class Loader:
     __slots__ = ("loader",)
@@ -158,11 +152,6 @@ def test_the_plugin_is_loaded_where_another_finder_answers_first(name, before_ol
     assert before_olmo(f"{FINDERS[name]}\n{BUILD}print(build())") == BUILT
 
 
-def test_another_finder_answers_first_where_nothing_of_olmo_was_imported():
-    pytest.importorskip("typeguard", reason="needs pip install typeguard")
-    assert run(f"{FINDERS['typeguard']}\n{BUILD}print(build())").stdout.strip() == BUILT
-
-
 def test_the_launchers_finder_does_the_same_as_the_start_up_hook(before_olmo):
     code = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]\n"
     code += "sys.path_hooks[:] = [h for h in sys.path_hooks if getattr(h, '__name__', '') != '_p']\n"
@@ -179,10 +168,7 @@ def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use(bef
 
 STAND_INS = {
     "MagicMock": "from unittest.mock import MagicMock as stand_in",
-    "SimpleNamespace": "from types import SimpleNamespace as stand_in",
-    "bare module": "from types import ModuleType\nstand_in = lambda: ModuleType('stand_in')",
     "None": "stand_in = lambda: None",
-    "an object whose attributes raise": "class stand_in:\n    __slots__ = ()\n    def __getattr__(self, name): raise RuntimeError(name)",
     "a module whose attributes raise": "from types import ModuleType\nclass stand_in(ModuleType):\n    def __init__(self): super().__init__('stand_in')\n    def __getattribute__(self, name): raise RuntimeError(name)",
 }  # fmt: skip
 NAMES = ("olmo", "olmo.config", "olmo.train", "olmo_core", "megatron.core", "transformers.trainer")
@@ -200,11 +186,9 @@ def test_stand_ins_in_sys_modules_do_not_fail_an_import(kind, before_olmo):
 # Modules that are executed again
 
 AGAIN = {
-    "reload of the model": "importlib.reload(olmo.model)",
     "reload of the config and the model": "importlib.reload(olmo.config); importlib.reload(olmo.model)",
     "reload after a finder was put in front": "import typeguard; typeguard.install_import_hook('olmo'); importlib.reload(olmo.model); import tabnanny",
     "deleted and imported again": "for name in [n for n in sys.modules if n.split('.')[0] == 'olmo']: del sys.modules[name]\nimport olmo.train",
-    "two modules deleted and imported again": "for name in ('olmo.train', 'olmo.model'): del sys.modules[name]\nimport olmo.model, olmo.train; olmo.train = sys.modules['olmo.train']",
     "executed by its own spec": "module = importlib.util.module_from_spec(olmo.model.__spec__); sys.modules['olmo.model'] = olmo.model = module; module.__spec__.loader.exec_module(module)",
     "imported while sys.modules was patched": "from unittest.mock import patch\nfor name in [n for n in sys.modules if n.split('.')[0] == 'olmo']: del sys.modules[name]\nwith patch.dict(sys.modules): import olmo.train\nimport olmo.train",
 }  # fmt: skip
