@@ -5,6 +5,7 @@ any other error, ``invalid`` where the mutated upstream does not run or is not a
 """
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -99,7 +100,7 @@ def judge(framework, mutant, rank):
     from olmo_lns.errors import LNSError
 
     try:
-        row.register()
+        importlib.import_module(f"olmo_lns.integrations.{row.package}").register()
         model, expected = row.scheme(), row.stock()
         if depth := mutant.depth.get(framework, row.depth):
             projections = mutant.projections.get(framework, row.projections)

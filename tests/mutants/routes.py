@@ -1,7 +1,7 @@
 """How a model is built under the scheme, and stock, in each framework; the one place that knows the package.
 
 Everything here runs in a process that has imported a framework and not yet the package (see driver.py). A row has the
-names of the stock norm, block and model, the two norms and the residual output projections of a block, how those are drawn
+package of ours that registers itself, the names of the stock norm, block and model, the two norms and the residual output projections of a block, how those are drawn
 (``depth`` of hooked.drawn_plain), and the functions that the package wraps or calls (``touched``).
 """
 
@@ -15,6 +15,7 @@ IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 class Olmo:
     """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
 
+    package = "olmo"
     norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
     norms, projections, depth = ("attn_norm", "ff_norm"), ("attn_out", "ff_out"), "each"
     touched = (
@@ -23,11 +24,6 @@ class Olmo:
         "olmo.model:OLMoSequentialBlock.forward", "olmo.model:OLMoSequentialBlock.reset_parameters",
         "olmo.model:OLMo.__init__", "olmo.model:OLMo.reset_parameters", "olmo.config:BaseConfig.load",
     )  # fmt: skip
-
-    def register(self):
-        from olmo_lns.integrations.olmo import register
-
-        register()
 
     def stock(self, kind="rms"):
         from support import olmo_models
@@ -47,6 +43,7 @@ class Olmo:
 class Megatron:
     """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
 
+    package = "megatron"
     norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
     model = "megatron.core.models.gpt.gpt_model:GPTModel"
     norms, projections = ("input_layernorm", "pre_mlp_layernorm"), ("self_attention.linear_proj", "mlp.linear_fc2")
@@ -59,11 +56,6 @@ class Megatron:
         "megatron.core.transformer.mlp:MLP.__init__", f"{model}.__init__",
         "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
     )  # fmt: skip
-
-    def register(self):
-        from olmo_lns.integrations.megatron import register
-
-        register()
 
     def config(self):
         """Of one pipeline stage a rank."""
@@ -103,7 +95,7 @@ class Megatron:
 class Transformers:
     """A family of transformers; Llama draws without a depth factor."""
 
-    kind, depth = "llama", None
+    package, kind, depth = "transformers", "llama", None
     norm = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
     block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
     model = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
@@ -116,11 +108,6 @@ class Transformers:
         "transformers.models.llama.modeling_llama:LlamaAttention.forward",
         "transformers.models.llama.modeling_llama:LlamaMLP.forward",
     )  # fmt: skip
-
-    def register(self):
-        from olmo_lns.integrations.transformers import register
-
-        register()
 
     def stock(self):
         import transformers
@@ -154,6 +141,7 @@ class Gpt2(Transformers):
 class OlmoCore:
     """ai2-olmo-core; init_method normal has no depth factor."""
 
+    package = "olmo_core"
     norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
     model = "olmo_core.nn.transformer.model:Transformer"
     norms, projections, depth = ("attention_norm", "feed_forward_norm"), (), None
@@ -162,9 +150,6 @@ class OlmoCore:
         "olmo_core.nn.transformer.config:TransformerBlockConfig.build", "olmo_core.config:Config.from_dict",
         "olmo_core.train.checkpoint:Checkpointer.load", "olmo_core.train.checkpoint:Checkpointer.save",
     )  # fmt: skip
-
-    def register(self):
-        import olmo_lns.olmo_core  # noqa: F401  it registers itself
 
     def _config(self):
         from olmo_core.nn.transformer import TransformerConfig

@@ -56,15 +56,21 @@ def norm_forward(change):
     return lambda row: around(f"{row.norm}.forward", make)
 
 
-def gain_elsewhere(row):
+def built(row, change):
+    """Call ``change`` with each norm after its constructor."""
+
     def make(init):
         def changed(self, *args, **kwargs):
             init(self, *args, **kwargs)
-            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.weight))
+            change(self)
 
         return changed
 
     around(f"{row.norm}.__init__", make)
+
+
+def gain_elsewhere(row):
+    built(row, lambda norm: norm.register_parameter("gain_elsewhere", torch.nn.Parameter(torch.ones_like(norm.weight))))
     norm_forward(lambda forward, self, x: rms(x) * self.gain_elsewhere)(row)
 
 
@@ -129,15 +135,11 @@ def subclassed(row):
 def wrapped_norms(row):
     """Somebody wraps the forward of each norm that is built, in the instance."""
 
-    def make(init):
-        def changed(self, *args, **kwargs):
-            init(self, *args, **kwargs)
-            forward = self.forward
-            self.forward = lambda *a, **k: forward(*a, **k) * 1.5
+    def wrap(norm):
+        forward = norm.forward
+        norm.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
 
-        return changed
-
-    around(f"{row.norm}.__init__", make)
+    built(row, wrap)
 
 
 def decorated(row):
