@@ -134,14 +134,6 @@ def test_a_misspelt_name_or_a_target_that_cannot_be_written_is_one_line(words, c
     assert said in err and err.count("\n") == 1
 
 
-PRINT = f"""{sys.executable} -c "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')" """
-
-
-@pytest.mark.parametrize(("encoding", "text"), [("ascii", "1...2 x 3 -> ? ?"), ("iso-8859-1", "1...2 × 3 -> é ?")])
-def test_text_that_the_locale_does_not_have_degrades(encoding, text):
-    assert shell(PRINT, PYTHONIOENCODING=encoding).stdout.decode(encoding).strip() == text
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_path):
     """A byte of a path that is no UTF-8, in an error, and as what tells two results of one label apart in a table."""
@@ -171,14 +163,3 @@ def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_pa
 def test_a_standard_output_that_is_closed_full_or_left_is_no_traceback(words, where, code):
     done = shell(f"{OLMO_LNS} {words} {where}")
     assert done.returncode == code and b"Traceback" not in done.stderr and b"Exception" not in done.stderr, done.stderr
-
-
-def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):
-    from olmo_lns.text import write_whole
-
-    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
-    link.symlink_to("a.txt")  # it dangles until the first write
-    write_whole(link, "é…")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "\ud800")
-    assert path.read_bytes() == "é…".encode() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2

@@ -1,6 +1,5 @@
 """The start-up hook and ``wrap``. A test of the hook runs in a new interpreter, or in a fork of one that has imported torch."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -31,17 +30,8 @@ def run(code, *, path=None, check=True, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=env, check=check)
 
 
-@pytest.fixture(scope="module")
-def before_olmo():
-    return _fork
-
-
-@pytest.fixture(scope="module")
-def after_olmo():
-    return functools.partial(_fork, first=f"{BOOT}import importlib.util, olmo.train, typeguard")
-
-
-def _fork(code, **how):
+def fork(code, **how):
+    """What ``code`` prints in a fork of an interpreter that has imported torch and no framework, and executed the hook."""
     done = forked.run(BOOT + textwrap.dedent(code), **how)
     return (done.stdout + done.stderr).strip()
 
@@ -58,13 +48,13 @@ def build():
 BUILT = "[1.0, 0.707]"
 
 
-def test_importing_the_real_olmo_is_enough_and_a_disabled_hook_imports_nothing(before_olmo):
+def test_importing_the_real_olmo_is_enough_and_a_disabled_hook_imports_nothing():
     code = "import olmo.train\nfrom olmo_lns.hook import is_wrapped\nprint(build(), is_wrapped(olmo.train.Trainer.fit))"
-    assert before_olmo(BUILD + code) == f"{BUILT} True"
+    assert fork(BUILD + code) == f"{BUILT} True"
     code = (
         "import os, sys, olmo\nprint([m for m in sys.modules if m.startswith('olmo_lns')])\nolmo.LayerNormType('lns')"
     )
-    done = before_olmo("import os; os.environ['OLMO_LNS_DISABLE'] = '1'\n" + code)
+    done = fork("import os; os.environ['OLMO_LNS_DISABLE'] = '1'\n" + code)
     assert done.startswith("[]\n") and "'lns' is not a valid LayerNormType" in done
 
 
@@ -146,22 +136,22 @@ sys.path_importer_cache.clear()
 
 
 @pytest.mark.parametrize("name", FINDERS)
-def test_the_plugin_is_loaded_where_another_finder_answers_first(name, before_olmo):
+def test_the_plugin_is_loaded_where_another_finder_answers_first(name):
     if (package := name.partition(",")[0]) in ("typeguard", "jaxtyping"):
         pytest.importorskip(package, reason=f"needs pip install {package}")
-    assert before_olmo(f"{FINDERS[name]}\n{BUILD}print(build())") == BUILT
+    assert fork(f"{FINDERS[name]}\n{BUILD}print(build())") == BUILT
 
 
-def test_the_launchers_finder_does_the_same_as_the_start_up_hook(before_olmo):
+def test_the_launchers_finder_does_the_same_as_the_start_up_hook():
     code = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]\n"
     code += "sys.path_hooks[:] = [h for h in sys.path_hooks if getattr(h, '__name__', '') != '_p']\n"
     code += f"from olmo_lns import hook; hook.install()\n{FINDERS['typeguard']}\n{BUILD}"
-    assert before_olmo(f"{code}print(build(), hook.autoload_active())") == f"{BUILT} False"
+    assert fork(f"{code}print(build(), hook.autoload_active())") == f"{BUILT} False"
 
 
-def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use(before_olmo):
+def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use():
     lazy = f"{OTHER_FINDER}change = lambda spec: util.LazyLoader(spec.loader)\n{BUILD}print(build())"
-    assert (done := before_olmo(lazy)) == BUILT or "UpstreamChangedError" in done
+    assert (done := fork(lazy)) == BUILT or "UpstreamChangedError" in done
 
 
 # Stand-ins in sys.modules: nothing asked for a scheme, so nothing may fail
@@ -175,10 +165,10 @@ NAMES = ("olmo", "olmo.config", "olmo.train", "olmo_core", "megatron.core", "tra
 
 
 @pytest.mark.parametrize("kind", STAND_INS)
-def test_stand_ins_in_sys_modules_do_not_fail_an_import(kind, before_olmo):
+def test_stand_ins_in_sys_modules_do_not_fail_an_import(kind):
     code = f"import sys\n{STAND_INS[kind]}\nfor name in {NAMES!r}:\n    sys.modules[name] = stand_in()\n"
     assert (
-        before_olmo(code + "import transformers.models.auto.configuration_auto, megatron, colorsys\nprint('imported')")
+        fork(code + "import transformers.models.auto.configuration_auto, megatron, colorsys\nprint('imported')")
         == "imported"
     )
 
@@ -195,7 +185,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_module_that_is_executed_again_is_wrapped_again_and_once(name, after_olmo):
+def test_a_module_that_is_executed_again_is_wrapped_again_and_once(name):
     code = """
 f, depth = sys.modules["olmo.model"].OLMo.__init__, 0
 while hasattr(f, "__wrapped__"): f, depth = f.__wrapped__, depth + 1
@@ -203,7 +193,8 @@ import olmo.train
 from olmo_lns.hook import is_wrapped
 print(build(), depth, is_wrapped(olmo.train.Trainer.restore_sharded_checkpoint))
 """
-    assert after_olmo(f"import sys, importlib.util, olmo.train\n{AGAIN[name]}\n{BUILD}{code}") == f"{BUILT} 1 True"
+    again = f"import sys, importlib.util, olmo.train\n{AGAIN[name]}\n{BUILD}{code}"
+    assert fork(again, first=f"{BOOT}import importlib.util, olmo.train, typeguard") == f"{BUILT} 1 True"
 
 
 # wrap

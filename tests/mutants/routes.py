@@ -1,8 +1,8 @@
 """How a model is built under the scheme, and stock, in each framework; the one place that knows the package.
 
-Everything here runs in a process that has imported a framework and not yet the package (see driver.py). A row has the
-package of ours that registers itself, the names of the stock norm, block and model, the two norms and the residual output projections of a block, how those are drawn
-(``depth`` of hooked.drawn_plain), and the functions that the package wraps or calls (``touched``).
+Everything here runs in a process that has imported a framework and not yet the package (see driver.py). A row names the
+integration, the stock norm, block and model, the two norms and the residual output projections of a block, how those are
+drawn (``depth`` of hooked.drawn_plain), and the functions that the package wraps or calls (``touched``).
 """
 
 import importlib

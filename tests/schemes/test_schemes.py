@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import (
     LNS,
     PRE_LN,
@@ -158,11 +157,3 @@ def test_properties_are_derived_from_the_plans():
         scheme = parse(name)
         assert scheme.folds_into_pre_ln(4) is (name in FOLDED) and scheme.keeps_forward(4) is (name in ("preln", "lns"))
         assert scheme.sites(4) == (16 if name.startswith("sandwich") else 8)
-
-
-@pytest.mark.parametrize("base", ["", *types.BASES])
-def test_an_olmo_type_is_split_into_scheme_and_base_norm(base):
-    for name in set(names()) - {"preln"}:
-        written = f"{name}_{base}" if base else name
-        assert types.scheme_of(written) == parse(name) and types.base_type(written) == (base or "rms")
-        assert types.spell(parse(name), base or "rms") == f"{name}_{base or 'rms'}"
