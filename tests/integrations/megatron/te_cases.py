@@ -81,14 +81,6 @@ def test_checkpoint_keys_are_those_of_stock():
     assert keys[0] == keys[1]
 
 
-def test_mtp_layers_continue_the_numbers_of_the_blocks():
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    spec = te_spec(cfg := tiny.under(mtp_num_layers=2))
-    model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
-    assert [m.lns_sites[0].layer_number for m in tiny.scaled_norms(model)] == [*BLOCKS, 5, 5, 6, 6]
-
-
 def test_mla_scales_neither_the_q_nor_the_kv_norm():
     """Both are part of a fused linear with a gain."""
     from megatron.core.transformer import MLATransformerConfig
