@@ -63,7 +63,7 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # Under a minute: the formula, the norms, the record and OLMo's models.
-QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/test_record.py \
+QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/integrations/olmo/test_state.py \
 	tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py
 SETUP ?= setup
 test-quick: $(SETUP)
