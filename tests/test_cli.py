@@ -100,6 +100,20 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"),
+        ("hf", "init", "llama", "-o", "/dev/null/x"),
+    ],
+    ids=["file", "folder"],
+)
+def test_a_target_that_cannot_be_written_is_named(words, capsys):
+    assert cli.main([str(word) for word in words]) == 1
+    err = capsys.readouterr().err
+    assert "/dev/null" in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["analyze", "varience"], "(did you mean 'variance'?)"),
@@ -124,14 +138,20 @@ def test_wrong_usage_is_two_lines_with_the_nearest_name(words, said, capsys):
         (["hf", "init", "lama", "-o", "x"], 1, "(did you mean 'llama'?)"),
         (["study", "plan", "paper", "--only", "13B"], 1, "(did you mean '1B'?)"),
         (["train", "61M-lns"], 1, "(did you mean '60M-lns'?)"),
-        (["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"], 1, "/dev/null"),
-        (["hf", "init", "llama", "-o", "/dev/null/x"], 1, "/dev/null"),
     ],
 )
-def test_a_misspelt_name_or_a_target_that_cannot_be_written_is_one_line(words, code, said, capsys):
+def test_a_misspelt_command_family_size_or_config_is_one_line_with_the_nearest(words, code, said, capsys):
     assert cli.main(words) == code
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+PRINT = f"""{sys.executable} -c "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')" """
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("ascii", "1...2 x 3 -> ? ?"), ("iso-8859-1", "1...2 × 3 -> é ?")])
+def test_text_that_the_locale_does_not_have_degrades(encoding, text):
+    assert shell(PRINT, PYTHONIOENCODING=encoding).stdout.decode(encoding).strip() == text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -163,3 +183,14 @@ def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_pa
 def test_a_standard_output_that_is_closed_full_or_left_is_no_traceback(words, where, code):
     done = shell(f"{OLMO_LNS} {words} {where}")
     assert done.returncode == code and b"Traceback" not in done.stderr and b"Exception" not in done.stderr, done.stderr
+
+
+def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):
+    from olmo_lns.text import write_whole
+
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    link.symlink_to("a.txt")  # it dangles until the first write
+    write_whole(link, "é…")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "\ud800")
+    assert path.read_bytes() == "é…".encode() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2

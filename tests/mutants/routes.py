@@ -1,8 +1,6 @@
 """How a model is built under the scheme, and stock, in each framework; the one place that knows the package.
 
-Everything here runs in a process that has imported a framework and not yet the package (see driver.py). A row names the
-integration, the stock norm, block and model, the two norms and the residual output projections of a block, how those are
-drawn (``depth`` of hooked.drawn_plain), and the functions that the package wraps or calls (``touched``).
+Everything here runs in a process that has imported a framework and not yet the package (see driver.py).
 """
 
 import importlib
@@ -15,15 +13,19 @@ IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 class Olmo:
     """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
 
-    package = "olmo"
     norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
-    norms, projections, depth = ("attn_norm", "ff_norm"), ("attn_out", "ff_out"), "each"
+    norms, depth = ("attn_norm", "ff_norm"), "each"
     touched = (
         "olmo.model:RMSLayerNorm.forward", "olmo.model:LayerNormBase.build", "olmo.model:OLMoBlock.attention",
         "olmo.model:OLMoBlock.reset_parameters", "olmo.model:OLMoSequentialBlock.__init__",
         "olmo.model:OLMoSequentialBlock.forward", "olmo.model:OLMoSequentialBlock.reset_parameters",
         "olmo.model:OLMo.__init__", "olmo.model:OLMo.reset_parameters", "olmo.config:BaseConfig.load",
     )  # fmt: skip
+
+    def register(self):
+        from olmo_lns.integrations.olmo import register
+
+        register()
 
     def stock(self, kind="rms"):
         from support import olmo_models
@@ -33,9 +35,6 @@ class Olmo:
     def scheme(self):
         return self.stock("lns_rms")
 
-    def blocks(self, model):
-        return model.transformer.blocks
-
     def output(self, model):
         return model(IDS).logits
 
@@ -43,11 +42,9 @@ class Olmo:
 class Megatron:
     """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
 
-    package = "megatron"
     norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
     model = "megatron.core.models.gpt.gpt_model:GPTModel"
-    norms, projections = ("input_layernorm", "pre_mlp_layernorm"), ("self_attention.linear_proj", "mlp.linear_fc2")
-    depth = staticmethod(lambda number, count: 8**0.5)  # L = 4
+    norms, depth = ("input_layernorm", "pre_mlp_layernorm"), staticmethod(lambda number, count: 8**0.5)  # L = 4
     touched = (
         f"{block}.__init__", f"{block}._forward_attention", f"{block}._forward_mlp", f"{block}._forward_post_mlp",
         "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
@@ -57,50 +54,57 @@ class Megatron:
         "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
     )  # fmt: skip
 
-    def config(self):
-        """Of one pipeline stage a rank."""
+    def register(self):
+        from olmo_lns.integrations.megatron import register
+
+        register()
+
+    def stock(self, config=None, **how):
         from support import megatron_tiny as tiny
 
-        return tiny.config(pipeline_model_parallel_size=torch.distributed.get_world_size())
+        return tiny.build(config or tiny.config(**how))
 
-    def stock(self):
-        from support import megatron_tiny as tiny
-
-        return tiny.build(self.config())
-
-    def scheme(self):
+    def scheme(self, **how):
         from support import megatron_tiny as tiny
 
         from olmo_lns.integrations.megatron import apply
 
-        apply(config := self.config())
-        return tiny.build(config)
-
-    def blocks(self, model):
-        return model.decoder.layers
+        config = tiny.config(**how)
+        apply(config)
+        return self.stock(config)
 
     def output(self, model):
-        """Losses; of the second of two pipeline stages, the hidden states that its layers return."""
         from support import megatron_tiny as tiny
 
         tokens = tiny.batch()
-        if model.pre_process and model.post_process:
-            return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
-        x = torch.randn(tiny.SEQUENCE, tiny.BATCH, tiny.HIDDEN, generator=torch.Generator().manual_seed(2))
-        if not model.pre_process:
-            model.decoder.set_input_tensor(x)
-        return model.decoder(hidden_states=x, attention_mask=tiny.inputs(tokens)[2])
+        return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+
+
+class MegatronTE(Megatron):
+    """Megatron Core's spec for Transformer Engine, whose norms are inside the linear layers: the reference is folded."""
+
+    norm = "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear"
+    norms, folded = ("self_attention.linear_qkv", "mlp.linear_fc1"), True
+    gain = "layer_norm_weight"
+
+    def stock(self, config=None, **how):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from support import megatron_tiny as tiny
+
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention  # TE's runs on GPUs only
+        return tiny.build(config or tiny.config(**how), spec)
 
 
 class Transformers:
     """A family of transformers; Llama draws without a depth factor."""
 
-    package, kind, depth = "transformers", "llama", None
+    kind, depth = "llama", None
     norm = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
     block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
     model = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
-    norms, projections = ("input_layernorm", "post_attention_layernorm"), ()
-    path = "model.layers"
+    norms, path = ("input_layernorm", "post_attention_layernorm"), "model.layers"
     touched = (
         f"{norm}.forward", f"{block}.__init__", f"{block}.forward",
         "transformers.models.llama.modeling_llama:LlamaModel.__init__",
@@ -109,14 +113,17 @@ class Transformers:
         "transformers.models.llama.modeling_llama:LlamaMLP.forward",
     )  # fmt: skip
 
-    def stock(self):
-        import transformers
-        from support.diagnostic_models import ARCHITECTURES
+    def register(self):
+        from olmo_lns.integrations.transformers import register
 
-        _, config, sizes = ARCHITECTURES[self.kind]
-        module, _, name = self.model.partition(":")
+        register()
+
+    def stock(self):
+        from support import trace_families
+
         torch.manual_seed(0)
-        return getattr(importlib.import_module(module), name)(getattr(transformers, config)(**sizes)).eval()
+        module, _, name = self.model.partition(":")
+        return getattr(importlib.import_module(module), name)(trace_families.config_of(self.kind)).eval()
 
     def scheme(self):
         from olmo_lns.integrations.transformers import apply
@@ -141,15 +148,17 @@ class Gpt2(Transformers):
 class OlmoCore:
     """ai2-olmo-core; init_method normal has no depth factor."""
 
-    package = "olmo_core"
     norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
     model = "olmo_core.nn.transformer.model:Transformer"
-    norms, projections, depth = ("attention_norm", "feed_forward_norm"), (), None
+    norms, depth = ("attention_norm", "feed_forward_norm"), None
     touched = (
         f"{norm}.forward", f"{block}.__init__", f"{block}.forward", f"{model}.__init__", f"{model}.init_weights",
         "olmo_core.nn.transformer.config:TransformerBlockConfig.build", "olmo_core.config:Config.from_dict",
         "olmo_core.train.checkpoint:Checkpointer.load", "olmo_core.train.checkpoint:Checkpointer.save",
     )  # fmt: skip
+
+    def register(self):
+        import olmo_lns.olmo_core  # noqa: F401  it registers itself
 
     def _config(self):
         from olmo_core.nn.transformer import TransformerConfig
@@ -170,9 +179,6 @@ class OlmoCore:
 
         return self._build(apply(self._config()))
 
-    def blocks(self, model):
-        return model.blocks.values()
-
     def output(self, model):
         return model(IDS)
 
@@ -180,6 +186,7 @@ class OlmoCore:
 FRAMEWORKS = {
     "olmo": Olmo,
     "megatron": Megatron,
+    "megatron_te": MegatronTE,
     "transformers": Transformers,
     "gpt2": Gpt2,
     "olmo_core": OlmoCore,

@@ -1,10 +1,20 @@
-"""Change an upstream function: by another text, or by a function around it."""
+"""Change an upstream function: by another text, by its syntax tree, or by a function around it.
 
+What is made has a source file, so that whoever reads the source of upstream reads the changed one.
+"""
+
+import ast
+import functools
+import hashlib
 import importlib
 import inspect
+import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 CO_FUTURE_ANNOTATIONS = 0x1000000
+_FOLDER = Path(tempfile.gettempdir()) / f"upstream-mutants-{hashlib.sha1(sys.prefix.encode()).hexdigest()[:8]}"
 
 
 def locate(path):
@@ -19,20 +29,31 @@ def locate(path):
 
 
 def edit(path, *pairs):
-    """Compile a function's source with replaced text, in its globals and class; a text that is not there is an error."""
+    """Replace text in the source of a function; a text that is not there is an error."""
+
+    def change(text):
+        for old, new in pairs:
+            if old not in text:
+                raise LookupError(f"{path}: no {old!r}")
+            text = text.replace(old, new)
+        return text
+
+    rewrite(path, change)
+
+
+def rewrite(path, change):
+    """Compile ``change(source)`` in the place of a function, with its globals, its class cell and mangled names."""
     owner, name, function = locate(path)
-    text = textwrap.dedent(inspect.getsource(function))
-    for old, new in pairs:
-        if old not in text:
-            raise LookupError(f"{path}: no {old!r}")
-        text = text.replace(old, new)
+    text = change(textwrap.dedent(inspect.getsource(function)))
     innermost = inspect.unwrap(function)
+    future = "from __future__ import annotations\n" if innermost.__code__.co_flags & CO_FUTURE_ANNOTATIONS else ""
     if inspect.isclass(owner):
         text = f"class {owner.__name__}:\n" + textwrap.indent(text, "    ")
-    if innermost.__code__.co_flags & CO_FUTURE_ANNOTATIONS:
-        text = "from __future__ import annotations\n" + text
+    _FOLDER.mkdir(exist_ok=True)
+    file = _FOLDER / f"{hashlib.sha1((path + text).encode()).hexdigest()}.py"
+    file.write_text(future + text)
     space = {}
-    exec(compile(text, f"<{path}, changed>", "exec", dont_inherit=True), innermost.__globals__, space)
+    exec(compile(future + text, str(file), "exec", dont_inherit=True), innermost.__globals__, space)
     new = space[name] if not inspect.isclass(owner) else vars(space[owner.__name__])[name]
     plain = inspect.unwrap(getattr(new, "__func__", new))
     for cell_name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
@@ -48,3 +69,34 @@ def around(path, make):
     new = make(function)
     found = inspect.getattr_static(owner, name)
     setattr(owner, name, new if inspect.isfunction(found) else type(found)(new))
+
+
+def _first(tree):
+    return next(node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def edited(text):
+    """A logging line, a new keyword, a local variable under another name where there is one, and a comment."""
+    tree = ast.parse(text)
+    function = _first(tree)
+    arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    imported = {
+        a.asname or a.name for n in ast.walk(function) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names
+    }
+    own = [name for name in stored if name not in arguments | imported]
+    for node in ast.walk(function):
+        if own and isinstance(node, ast.Name) and node.id == own[0]:
+            node.id = f"{own[0]}_renamed"
+    function.body.insert(0, ast.parse("__import__('logging').getLogger('upstream').debug('called')").body[0])
+    function.args.kwonlyargs.append(ast.arg("since_last_week"))
+    function.args.kw_defaults.append(ast.Constant(None))
+    return ast.unparse(ast.fix_missing_locations(tree)) + "  # Said by upstream since last week.\n"
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call

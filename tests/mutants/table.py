@@ -1,8 +1,8 @@
 """Mutants of upstream: what each changes, in which frameworks, and what the reference must know of it.
 
-The package may follow a mutant, or refuse it by an error; a harmless one it must follow. In a framework that is not in its
-row a mutant has no meaning, or cannot be seen: Megatron's layers cannot be called alone, so that what they compute between
-the norms is not measured; transformers builds no block by a hook of ours.
+A harmful one may be followed or refused by an error of the package. A harmless one, and one that is ``followed``, must be
+followed. In a framework that is not in its row a mutant has no meaning, or cannot be seen: Megatron's layers cannot be
+called alone, so that what they compute between the norms is not measured; transformers builds no block by a hook of ours.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
+from mutants import source
 from mutants.source import around, edit
 
-OLMO, MEGATRON, HF, GPT2, CORE = "olmo", "megatron", "transformers", "gpt2", "olmo_core"
+OLMO, MEGATRON, TE, HF, GPT2, CORE = "olmo", "megatron", "megatron_te", "transformers", "gpt2", "olmo_core"
 ALL = (OLMO, MEGATRON, HF, CORE)
 
 
@@ -22,22 +23,25 @@ ALL = (OLMO, MEGATRON, HF, CORE)
 class Mutant:
     """
     :param apply: framework -> a function of its row in routes.py that changes upstream.
-    :param followed: an error of the package is no answer.
     :param names: framework -> the norms' names afterwards.
     :param depth: framework -> the depth factor of the residual projections afterwards, as in hooked.drawn_plain.
     :param folded: upstream reads only the gain: the reference has the factor there, not in hooks.
+    :param gain: the name of that gain, where it is another one.
     :param visible: stock computes or draws something else than before.
     """
 
     name: str
     apply: dict[str, Callable[[Any], None]]
+    harmless: bool = False
     followed: bool = False
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     depth: dict[str, Any] = field(default_factory=dict)
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     folded: bool = False
+    gain: str = ""
     visible: bool = True
     ranks: int = 1
+    calls: list[str] | None = None
 
 
 def rms(x):
@@ -47,31 +51,51 @@ def rms(x):
 def norm_forward(change):
     """Every framework, by the forward of its norm's class. :param change: (stock forward, norm, x) -> output."""
 
-    def make(stock):
-        def forward(self, x):
-            return change(stock, self, x)
+    def apply(row):
+        def make(forward):
+            def changed(self, x):
+                return change(forward, self, x)
 
-        return forward
+            return changed
 
-    return lambda row: around(f"{row.norm}.forward", make)
+        around(f"{row.norm}.forward", make)
+
+    return apply
 
 
-def built(row, change):
-    """Call ``change`` with each norm after its constructor."""
-
+def gain_elsewhere(row):
     def make(init):
+        @functools.wraps(init)
         def changed(self, *args, **kwargs):
             init(self, *args, **kwargs)
-            change(self)
+            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.weight))
 
         return changed
 
     around(f"{row.norm}.__init__", make)
-
-
-def gain_elsewhere(row):
-    built(row, lambda norm: norm.register_parameter("gain_elsewhere", torch.nn.Parameter(torch.ones_like(norm.weight))))
     norm_forward(lambda forward, self, x: rms(x) * self.gain_elsewhere)(row)
+
+
+def fused_gain_elsewhere(row):
+    def make(init):
+        @functools.wraps(init)
+        def changed(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.layer_norm_weight))
+
+        return changed
+
+    around(f"{row.norm}.__init__", make)
+    edit(
+        "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear.forward",
+        ("self.layer_norm_weight", "self.gain_elsewhere"),
+    )
+
+
+def times_7(forward, self, x):
+    """Seven times what a norm, or a fused norm and linear, returns."""
+    out = forward(self, x)
+    return (7 * out[0], *out[1:]) if isinstance(out, tuple) else 7 * out
 
 
 def plain(config):
@@ -103,6 +127,7 @@ def drawn_with_depth(row):
     """OLMo-core's init_method normal with a depth factor on the attention's output projection."""
 
     def make(init):
+        @functools.wraps(init)
         def changed(self, m, *, num_blocks, **kwargs):
             init(self, m, num_blocks=num_blocks, **kwargs)
             with torch.no_grad():
@@ -121,7 +146,7 @@ def another_model_class(row):
     stock = gpt_model.GPTModel
     names = {n: v for n, v in vars(stock).items() if n not in ("__dict__", "__weakref__", "__classcell__")}
     # Its methods name the stock class in their class cell; the constructor alone calls super().
-    edit(f"{row.model}.__init__", ("super().__init__(", "LanguageModule.__init__(self, "))
+    source.edit(f"{row.model}.__init__", ("super().__init__(", "LanguageModule.__init__(self, "))
     names["__init__"] = stock.__init__
     gpt_model.GPTModel = type("GPTModel", (LanguageModule,), names)
 
@@ -132,29 +157,42 @@ def subclassed(row):
     setattr(module, name, type(f"Own{name}", (getattr(module, name),), {"__module__": "somebody"}))
 
 
+CALLS: list[str] = []
+
+
 def wrapped_norms(row):
     """Somebody wraps the forward of each norm that is built, in the instance."""
 
-    def wrap(norm):
-        forward = norm.forward
-        norm.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
+    def make(init):
+        @functools.wraps(init)
+        def changed(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            forward = self.forward
 
-    built(row, wrap)
+            def counting(*a, **k):
+                CALLS.append(type(self).__name__)
+                return forward(*a, **k) * 1.5
+
+            self.forward = counting
+
+        return changed
+
+    around(f"{row.norm}.__init__", make)
 
 
-def decorated(row):
-    """Somebody decorates each function that a wrapper of the package has anything to do with."""
-    for path in row.touched:
-        around(path, lambda f: functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs)))
+def everywhere(change):
+    """A harmless change of every function that a wrapper or a reading of the package has anything to do with."""
+    return dict.fromkeys(ALL, lambda row: [change(path) for path in row.touched] and None)
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
 STAGE = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
 MUTANTS = [
-    Mutant("norm_times_7", dict.fromkeys(ALL, norm_forward(lambda f, self, x: 7 * f(self, x))), followed=True),
+    Mutant("norm_times_7", dict.fromkeys((*ALL, TE), norm_forward(times_7)), followed=True),
     Mutant("norm_ignores_its_gain", dict.fromkeys(ALL, norm_forward(lambda f, self, x: rms(x)))),
     Mutant("norm_adds_the_residual", dict.fromkeys(ALL, norm_forward(lambda f, self, x: f(self, x) + x))),
     Mutant("norm_reads_its_gain_elsewhere", dict.fromkeys(ALL, gain_elsewhere)),
+    Mutant("fused_forward_reads_its_gain_elsewhere", {TE: fused_gain_elsewhere}, gain="gain_elsewhere"),
     Mutant("norm_on_the_branch", {
         OLMO: text("forward", ("if not self.config.norm_after:", "if False:"), ("if self.config.norm_after:", "if True:")),
         HF: text("forward", ("self.input_layernorm(hidden_states)\n", "hidden_states\n"),
@@ -208,7 +246,8 @@ MUTANTS = [
             "__import__('mutants.table').table.plain(block_configs[block_idx]).build(",
         )),
     }, visible=False),
-    Mutant("decorator", dict.fromkeys(ALL, decorated), followed=True, visible=False),
-    Mutant("subclass_of_the_model", dict.fromkeys(ALL, subclassed), followed=True, visible=False),
-    Mutant("wrapper_around_a_norms_forward", dict.fromkeys(ALL, wrapped_norms), followed=True),
+    Mutant("edited", everywhere(lambda path: source.rewrite(path, source.edited)), harmless=True, visible=False),
+    Mutant("decorator", everywhere(lambda path: around(path, source.decorated)), harmless=True, visible=False),
+    Mutant("subclass_of_the_model", dict.fromkeys(ALL, subclassed), harmless=True, visible=False),
+    Mutant("wrapper_around_a_norms_forward", dict.fromkeys(ALL, wrapped_norms), harmless=True, calls=CALLS),
 ]  # fmt: skip
