@@ -63,7 +63,7 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # Under a minute: the formula, the norms, the record and OLMo's models.
-QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/test_record.py \
+QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/integrations/olmo/test_state.py \
 	tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py
 SETUP ?= setup
 test-quick: $(SETUP)
@@ -84,8 +84,7 @@ setup-olmo-core:
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py \
-		tests/diagnostics/test_olmo_core.py $(ARGS)
+		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

@@ -192,22 +192,6 @@ def test_the_groups_work_with_an_optimizer_and_a_scheduler():
     assert gain["lr"] == pytest.approx(2.5e-4)
 
 
-def test_the_trainer_of_transformers_keeps_the_rates_of_the_groups(tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
-    gains = block_gains(model, *(f"layers.{{}}.{name}_layernorm.weight" for name in ("input", "post_attention")))
-    scale_(model, gains)
-    optimizer = torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
-    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
-    arguments = TrainingArguments(str(tmp_path), max_steps=4, report_to=[], save_strategy="no", use_cpu=True)
-    Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, scheduler)).train()
-    rates = {round(group["lr"], 6) for group in optimizer.param_groups}
-    assert rates == {1e-3, 0.000707, 0.000577, 5e-4}
-
-
 def zero_centred(model):
     norm = model.blocks[0].first
     norm.forward = lambda x: (1 + norm.weight) * nn.functional.layer_norm(x, (WIDTH,))

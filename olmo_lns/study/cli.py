@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.study import files, launch, planning, slurm
+from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines.base import GPUS
@@ -22,7 +22,6 @@ def _whole(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``olmo-lns study``. :returns: 0, or 1 if a run failed or the plan has a problem. :raises LNSError: others."""
-    files.degrade_output()
     args = _parser().parse_args(argv)
     code: int = args.run_command(args)
     return code

@@ -14,8 +14,9 @@ import pandas as pd
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.files import make_folder, write_whole
+from olmo_lns.study.files import make_folder
 from olmo_lns.study.planning import arm_problems, compare_arms
+from olmo_lns.text import write_whole
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Hashable, Iterator, Mapping, Sequence
@@ -128,26 +127,6 @@ def flatten(config: Any) -> dict[str, Any]:
     return flat
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
-
-    File names that the locale cannot decode keep their bytes.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def degrade_output() -> None:
-    """Print ``?`` for characters that the locale lacks, instead of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 def pack_folder() -> Path:
     """Return the folder of the pack: in the package, or beside it in a clone.
 
@@ -206,7 +185,6 @@ def pack_copy(name: str, out: Path) -> Path:
 
 def config(argv: Sequence[str] | None = None) -> int:
     """Run ``olmo-lns config list`` or ``copy NAME``."""
-    degrade_output()
     parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("list", help="the files of the pack")

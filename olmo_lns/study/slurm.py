@@ -13,6 +13,7 @@ from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import JOB, check, command, environment, quoted
 from olmo_lns.study.planning import GPU, planned_hours
+from olmo_lns.text import write_whole
 
 TEMPLATE = """#!/bin/bash
 # {study}: size {size}, one array task per run. Submit with: sbatch {file}
@@ -62,7 +63,7 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
     files.make_folder(out)
     files.make_folder(folder)
     for path, text in texts.items():
-        files.write_whole(path, text)
+        write_whole(path, text)
         path.chmod(0o755)
     return list(texts)
 

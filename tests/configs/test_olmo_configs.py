@@ -61,15 +61,6 @@ def test_a_file_has_the_values_of_its_size_and_arm(path, loaded):
     assert found == cfg.stop_at == steps == math.ceil(20e9 / sequence / batch)
 
 
-@pytest.mark.parametrize("size", FAMILY)
-def test_arms_of_a_size_differ_in_the_arm_only(size, loaded):
-    flat = {arm: files.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
-    for arm in ARM_NAMES:
-        changed = {key for key in flat[arm] if flat[arm][key] != flat["preln"][key]}
-        ours, base = (settings_of(ARMS[each], OLMO) for each in (arm, "preln"))
-        assert changed - {"run_name", "save_folder"} == {key for key in ours if ours[key] != base[key]}
-
-
 def test_folders_come_from_the_environment_and_no_file_trains_on_held_out_text(tmp_path, monkeypatch):
     """Every file has one evaluator, over a folder that the pattern of the training data leaves out."""
     from olmo.config import TrainConfig

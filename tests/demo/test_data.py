@@ -43,14 +43,3 @@ def test_existing_files_are_kept_and_damaged_files_are_rebuilt(tmp_path, monkeyp
     assert build(tmp_path) == built and built.train.stat().st_mtime_ns == before
     built.train.write_bytes(content[:100])
     assert build(tmp_path) == built and built.train.read_bytes() == content
-
-
-def test_the_tokenizer_gives_the_bytes_of_a_text(data):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(data.tokenizer))
-    text = "def naïve(x):\n\treturn '→ \x00 ' + \"x\"  # 1\r\n"
-    assert tokenizer.encode(text).ids == list(text.encode("utf-8"))
-    assert tokenizer.decode(list(text.encode("utf-8"))) == text
-    assert tokenizer.get_vocab_size() == data.vocab_size == 257
-    assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]

@@ -90,7 +90,6 @@ def test_each_arm_has_the_best_rate_of_the_evidence(words, tokens, tmp_path):
 @pytest.mark.parametrize(
     ("arms", "setting", "said"),
     [
-        ("preln,postln", "", "'postln': expected some of preln, preln_scaled_init, lns"),
         ("preln,lsn", "", "(did you mean 'lns'?)"),
         ("lns", "WORLD_SIZE=2", "the demo runs in one process: found WORLD_SIZE=2"),
         ("lns", "OLMO_LNS_INITIALIZATION=upstream", "OLMO_LNS_INITIALIZATION=upstream"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import yaml
 from support.diagnostic_models import huggingface
+from support.exports import save_olmo
 
 
 @pytest.fixture(scope="session")
@@ -35,19 +36,10 @@ def llama_folder(tmp_path_factory, tokenizer_file):
 
 @pytest.fixture(scope="session")
 def olmo_folder(tmp_path_factory, tokenizer_file):
-    """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, model.pt."""
-    import torch
-    from olmo.config import ModelConfig, TokenizerConfig, TrainConfig
-    from support.olmo_models import build
-
+    """Save an unsharded OLMo checkpoint with LNS."""
     folder = tmp_path_factory.mktemp("models") / "step4-unsharded"
-    folder.mkdir()
-    model = build(layer_norm_type="lns_rms", vocab_size=97, max_sequence_length=32, eos_token_id=1)
-    assert isinstance(model.config, ModelConfig)
-    config = TrainConfig.new(model=model.config, tokenizer=TokenizerConfig(identifier=str(tokenizer_file)))
-    config.run_name, config.save_folder = "tiny", str(folder)
-    config.save(folder / "config.yaml")
-    torch.save(model.state_dict(), folder / "model.pt")
+    shape = {"vocab_size": 97, "max_sequence_length": 32, "eos_token_id": 1}
+    save_olmo(folder, layer_norm_type="lns_rms", tokenizer=tokenizer_file, **shape)
     return folder
 
 

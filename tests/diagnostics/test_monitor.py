@@ -19,24 +19,18 @@ from olmo_lns.processes import process_group
 
 def run(config, patched):
     """Train, and return the model, step -> (its batch, the weights before it), and the losses."""
-    seen, losses, fit = {}, [], train.LocalTrainer.fit
+    seen, losses, step = {}, [], train.LocalTrainer.train_step
 
-    def watched(trainer):
-        step = trainer.train_step
-
-        def train_step(batch, **kwargs):
-            weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-            seen[trainer.global_step] = (trainer.model, batch["input_ids"].clone(), weights)
-            metrics = step(batch, **kwargs)
-            losses.append(trainer.cur_train_loss)
-            return metrics
-
-        trainer.train_step = train_step
-        return fit(trainer)
+    def train_step(trainer, batch, **kwargs):
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        seen[trainer.global_step] = (trainer.model, batch["input_ids"].clone(), weights)
+        metrics = step(trainer, batch, **kwargs)
+        losses.append(trainer.cur_train_loss)
+        return metrics
 
     cfg = train.load_config(str(config))
     with process_group() as device, patched.context() as context:
-        context.setattr(train.LocalTrainer, "fit", watched)
+        context.setattr(train.LocalTrainer, "train_step", train_step)
         train.prepare(cfg, device)
         train.run(cfg, device)
     return seen, losses

@@ -1,15 +1,12 @@
 """Output variance and angular distance equal NumPy in fp64."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.diagnostic_models import Identity, Linear, Mixer, Toy, huggingface, ids, matrices, states_of
+from support.diagnostic_models import Identity, Linear, Mixer, Toy, ids, matrices, states_of
 
 from olmo_lns.diagnostics.angular import angular_distance
-from olmo_lns.diagnostics.capture import observe
-from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import block_output_variance
 
 
@@ -41,42 +38,6 @@ def test_padding_and_the_split_into_batches_do_not_change_statistics_and_angles(
     turned = angular_distance(model, None, batches)
     np.testing.assert_allclose(columns(turned), angles(states, mask.numpy()), atol=3e-6)
     assert result.tokens == turned.tokens == sum(lengths)
-
-
-def test_mode_dtype_and_gradients_are_left_alone():
-    model = huggingface("llama").to(torch.bfloat16).train()
-    model.model.layers[1].eval()
-    result = block_output_variance(model, None, [ids()])
-    assert model.training and not model.model.layers[1].training
-    assert all(p.grad is None and p.dtype == torch.bfloat16 for p in model.parameters())
-    single = block_output_variance(huggingface("llama"), None, [ids()])
-    np.testing.assert_allclose(result.main, single.main, rtol=0.05)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_observer_sees_each_call_once_and_only_while_open(compiled):
-    torch.compiler.reset()
-    blocks = [Mixer(m) for m in matrices(2)]
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    model = Toy(blocks)
-    if compiled:
-        for block in blocks:
-            block.compile(backend=backend)
-    tokens, seen = ids(), []
-    model(tokens)  # compiled before the observer, as in training
-    before = len(graphs)
-    with observe(find_blocks(model), lambda block, _, __, hidden: seen.append((block, hidden.detach().clone()))):
-        model(tokens)
-    model(tokens)
-    assert [block for block, _ in seen] == [0, 1]
-    for (_, hidden), state in zip(seen, states_of(model, tokens)[1:], strict=True):
-        np.testing.assert_allclose(hidden.numpy(), state, rtol=1e-5, atol=1e-6)
-    assert len(graphs) == before, "observing must not recompile"
 
 
 def angles(states, keep):

@@ -6,12 +6,15 @@ import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
+import numpy as np
+import torch
 from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerConfig
 from support import olmo_core_models as small
 from support.exports import export, load_hf, logits, refused, relative, verify
 
+from olmo_lns.cli import main
 from olmo_lns.export.open import open_model
 from olmo_lns.olmo_core import apply
 
@@ -34,9 +37,14 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", ["default", "reordered_norm", "moe", "moe_hybrid"])
-def test_stock_olmo_core_computes_the_same(block, trained, tmp_path):
-    folder, expected = trained(small.with_scheme(small.config(block), exponent=0.25))
+def test_stock_olmo_core_and_transformers_compute_the_same(block, trained, tmp_path):
+    made = small.config(block, **{"n_kv_heads": 2} if block == "default" else {})
+    folder, expected = trained(small.with_scheme(made, exponent=0.25))
     assert relative(logits(open_model(folder), small.TOKENS), expected) == 0
+    if block == "default":
+        assert export(folder, tmp_path / "hf", "--format", "hf") == 0 and verify(folder, tmp_path / "hf") == 0
+        llama = load_hf(tmp_path / "hf")
+        assert type(llama).__name__ == "LlamaForCausalLM" and relative(logits(llama, small.TOKENS), expected) <= 1e-5
     assert export(folder, tmp_path / "out") == 0 and verify(folder, tmp_path / "out") == 0
     text = (tmp_path / "out" / "config.json").read_text()
     assert "olmo_lns" not in text and "exponent" not in text
@@ -47,15 +55,6 @@ def test_stock_olmo_core_computes_the_same(block, trained, tmp_path):
     config["model"]["block"]["layer_norm"]["eps"] = 2e-6
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert verify(folder, tmp_path / "out") == 1
-
-
-def test_transformers_computes_the_same(trained, tmp_path):
-    folder, expected = trained(small.with_scheme(small.config(n_kv_heads=2)))
-    assert export(folder, tmp_path / "out", "--format", "hf") == 0
-    stock = load_hf(tmp_path / "out")
-    assert type(stock).__name__ == "LlamaForCausalLM"
-    assert relative(logits(stock, small.TOKENS), expected) <= 1e-5
-    assert verify(folder, tmp_path / "out") == 0
 
 
 def clipped():
@@ -113,3 +112,19 @@ def test_default_scaled_with_other_factors_is_refused(trained, tmp_path, capsys)
     folder, _ = trained(default_scaled(), built)
     line = refused(capsys, folder, tmp_path / "out", "--scheme", "lns")
     assert "[0.0, 1.39" in line and "expected [1.0, 0.707" in line
+
+
+def test_a_checkpoint_is_analyzed_under_its_scheme(trained, tmp_path):
+    """The variance is that of the blocks' outputs."""
+    made = small.with_scheme(small.config())
+    model, ids = small.model(made).eval(), np.random.default_rng(0).integers(2, 60, 64).astype(np.uint16)
+    ids.tofile(tmp_path / "ids.npy")
+    words = ["--model", trained(made, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32, "--quiet"]
+    assert main(["analyze", "variance", *map(str, words), "--device", "cpu", "-o", str(tmp_path / "out.json")]) == 0
+    outputs = []
+    for block in model.blocks.values():
+        block.register_forward_hook(lambda _, __, out: outputs.append(out.double().var(-1, unbiased=False).mean()))
+    logits(model, torch.from_numpy(ids.astype(np.int64)).view(2, 32))
+    found = json.loads((tmp_path / "out.json").read_text())
+    np.testing.assert_allclose(found["blocks"]["variance"], torch.stack(outputs).numpy(), rtol=1e-4)
+    assert found["settings"]["scheme"] == "lns"

@@ -6,62 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hooked import hooked
-from torch import nn
+from support.other_models import own
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy
 
 import olmo_lns
 
-IDS = torch.randint(2, 97, (4, 4, 8), generator=torch.Generator().manual_seed(5))
-
-
-class Attention(nn.Module):
-    def __init__(self, width, heads=4):
-        super().__init__()
-        self.heads = heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (w(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        return self.w2(silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.attention, self.feed_forward = Attention(width), FeedForward(width)
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-
-    def forward(self, x):
-        h = x + self.attention(self.attention_norm(x))
-        return h + self.feed_forward(self.ffn_norm(h))
-
-
-class Llama3(nn.Module):
-    """A plain module of the form that torchtitan's Llama 3 has: blocks in a ModuleDict."""
-
-    def __init__(self, width=32, depth=3):
-        super().__init__()
-        self.tok_embeddings, self.output = nn.Embedding(97, width), nn.Linear(width, 97, bias=False)
-        self.layers = nn.ModuleDict({str(number): Block(width) for number in range(depth)})
-        self.norm = nn.RMSNorm(width)
-
-    def forward(self, tokens):
-        h = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = layer(h)
-        return self.output(self.norm(h))
+IDS = torch.randint(2, 96, (4, 4, 8), generator=torch.Generator().manual_seed(5))
 
 
 def llama():
@@ -72,7 +24,7 @@ def llama():
 
 #: Name -> how the model is made, its blocks, their norms.
 KINDS = {
-    "torchtitan's form": (Llama3, lambda m: m.layers.values(), ("attention_norm", "ffn_norm")),
+    "plain module": (lambda: own()[0].eval(), lambda m: m.blocks, ("norms.a", "norms.b")),
     "transformers": (llama, lambda m: m.model.layers, ("input_layernorm", "post_attention_layernorm")),
 }
 

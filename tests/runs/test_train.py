@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -108,7 +107,7 @@ def test_two_ranks_train_and_save_and_one_process_goes_on(uninterrupted, tmp_pat
     """The monitor pools both ranks. Their mean loss differs from the loss of one process by rounding alone."""
     folder, alone = tmp_path / "two", tmp_path / "one"
     command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp", "--stop_after=3"]
-    first = torchrun(sys.executable, 2, *command, cwd=folder, env=environment(OLMO_LNS_MONITOR="every=1")).ok()
+    first = torchrun(2, *command, cwd=folder, env=environment(OLMO_LNS_MONITOR="every=1")).ok()
     two = np.genfromtxt(folder / "run" / MONITOR, delimiter=",", names=True)
     _, second = train(folder, "--try_load_latest_save")
     assert first.losses() + list(second.values()) == pytest.approx(list(uninterrupted[1].values()), abs=2e-3)
@@ -126,7 +125,7 @@ def test_two_fsdp_ranks_train_and_save_and_the_monitor_pools_them(uninterrupted,
     config = config_file(tmp_path, activation_checkpointing="whole_layer")
     command = ["-m", "olmo_lns", "train", config, "--distributed_strategy=fsdp", "--fsdp.precision=null"]
     command += ["--sharded_checkpointer=torch_new", "--stop_after=3"]
-    first = torchrun(sys.executable, 2, *command, cwd=tmp_path, env=environment(OLMO_LNS_MONITOR="every=2")).ok()
+    first = torchrun(2, *command, cwd=tmp_path, env=environment(OLMO_LNS_MONITOR="every=2")).ok()
     rows = np.genfromtxt(tmp_path / "run" / MONITOR, delimiter=",", names=True)
     assert list(rows["tokens"]) == [128.0] * 4
     # FSDP draws the weights shard by shard from another random stream: the losses are close, not equal.

@@ -10,14 +10,10 @@ import yaml
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import MEGATRON
 from olmo_lns.study.engines.megatron import expand, main, read, to_flags
-from olmo_lns.study.planning import arm_problems
 
 FILES = sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))
 PARAMETERS = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
-ARM_NAMES = ("preln", "preln_scaled_init", "lns")
 
 
 def config(tmp_path, text):
@@ -75,16 +71,6 @@ def test_the_command_prints_the_flags_of_a_config_with_placeholders_where_a_vari
     assert "MEGATRON_DATA is not set: export MEGATRON_DATA=" in err and "SAVE_DIR" not in err
     assert main([str(path), "--one-per-line"]) == 0
     assert "--hidden-size 4096\n" in capsys.readouterr().out
-
-
-def test_the_pack_is_complete_and_its_files_differ_in_the_arm_only():
-    assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in PARAMETERS for arm in ARM_NAMES}
-    for path in FILES:
-        size, _, arm = path.stem.partition("-")
-        own, stock = read(path), read(path.with_stem(f"{size}-preln"))
-        assert arm_problems(arm, own, MEGATRON) == []
-        changed = {key for key in {*own, *stock} if own.get(key) != stock.get(key)} - {"save", "load"}
-        assert changed == (set() if arm == "preln" else {"no_scaled_init", *(MEGATRON.arm(ARMS[arm]) or ())})
 
 
 PROGRAM = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import yaml
 
 from support import forked, olmo_models
@@ -98,26 +97,15 @@ def environment(**changes):
     values.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     # A wide console: OLMo's rich handler wraps log lines, and a wrapped number cannot be read back.
     values.update(COLUMNS="400", PYTHONUNBUFFERED="1")
-    for name, value in changes.items():
-        if value is None:
-            values.pop(name, None)
-        else:
-            values[name] = value
-    return values
+    return {name: value for name, value in {**values, **changes}.items() if value is not None}
 
 
-def run(command, *, cwd, timeout=900, env=None):
+def run(command, *, cwd, env=None):
     """Run ``command`` in ``cwd`` (never the repository: it would put ``olmo_lns`` on the path)."""
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment() if env is None else env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+        [str(part) for part in command], cwd=cwd, env=environment() if env is None else env,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
     return Result(done.returncode, done.stdout)
 
 
@@ -127,42 +115,7 @@ def python(code, *arguments, cwd, **changes):
     return Result(done.returncode, done.stderr + done.stdout)
 
 
-def torchrun(python, ranks, *command, **kwargs):
+def torchrun(ranks, *command, **kwargs):
     """``torchrun --standalone`` on this machine; ``command`` starts with a script or ``-m module``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([python, *launcher, *command], **kwargs)
-
-
-def build_wheel(folder):
-    """The wheel of this repository, built without network."""
-    for name in ("build", "hatchling"):
-        pytest.importorskip(name, reason=f"{name} builds the wheel: pip install 'olmo-lns[dev]'")
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, REPOSITORY], cwd=folder).ok()
-    return next(folder.glob("*.whl"))
-
-
-def fresh_venv(folder, *, packages=()):
-    """A new environment that sees the installed torch and OLMo; returns its interpreter.
-
-    The packages of the running environment are plain lines of a ``.pth`` file: ``site`` puts
-    those folders last on the path and does not run the ``.pth`` files in them, so neither an editable
-    install nor a start-up hook of the running environment is active in the new one.
-
-    :param packages: folders that come before the running environment's on the path.
-    """
-    run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
-    python = folder / "bin" / "python"
-    lines = [*packages, *(path for path in sys.path if path.endswith("site-packages"))]
-    (site_packages(python) / "zz_running_environment.pth").write_text("".join(f"{line}\n" for line in lines))
-    return python
-
-
-def site_packages(python):
-    """``lib/pythonX.Y/site-packages`` of a :func:`fresh_venv`."""
-    return next((python.parent.parent / "lib").glob("python*/site-packages"))
-
-
-def pip_install(python, *arguments):
-    """``pip install`` into another environment; it never removes a package there."""
-    flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
-    run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
+    return run([sys.executable, *launcher, *command], **kwargs)

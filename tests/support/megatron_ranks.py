@@ -6,8 +6,7 @@ A run has these keys, each of which may be left out:
 
 ``mode``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a forward hook) or
 "off". All start from plain initialization, so their weights are equal.
-``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``wrap``: "fsdp2" or "mfsdp" instead
-of Megatron's DDP; ``ddp``: fields of DistributedDataParallelConfig.
+``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``fsdp``: Megatron-FSDP instead of Megatron's DDP. ``ddp``: fields of DistributedDataParallelConfig.
 ``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` 0; then one more loss
 is computed.
 """
@@ -67,13 +66,13 @@ def hooked_part(model, cfg, stage):
 
 
 def optimizer_for(cfg, models, options):
-    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options.get("ddp", {}))
-    models = [wrapped(options.get("wrap"), cfg, ddp, model) for model in models]
-    if options.get("wrap") != "fsdp2":  # which reduces by itself; in 0.16.1 the two do not fit each other
-        cfg.finalize_model_grads_func = finalize_model_grads
+    wrap = fully_sharded if options.get("fsdp") else DistributedDataParallel
+    models = [wrap(cfg, ddp, model) for model in models]
+    cfg.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
         optimizer="adam", lr=3e-3, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype,
         use_distributed_optimizer=ddp.use_distributed_optimizer,
@@ -85,26 +84,20 @@ def optimizer_for(cfg, models, options):
     return optimizer, models
 
 
-def wrapped(kind, cfg, ddp, model):
-    """Wrap in Megatron's DDP, its wrapper of PyTorch's FSDP2, or its own FSDP; they ask for CUDA devices by name."""
+def fully_sharded(cfg, ddp, model):
+    """Wrap in Megatron-FSDP, which asks for CUDA devices by name."""
     import torch
-    from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from torch.distributed.device_mesh import DeviceMesh
 
-    if kind is None:
-        return DistributedDataParallel(cfg, ddp, model)
     from_group = DeviceMesh.from_group
 
     def on_cpu(group, device_type, **kwargs):
         return from_group(group, megatron_cpu.on_cpu(device_type), **kwargs)
 
-    with mock.patch.object(DeviceMesh, "from_group", on_cpu):
-        if kind == "fsdp2":
-            return TorchFullyShardedDataParallel(cfg, ddp, model)
-        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-        with mock.patch.object(torch.cuda, "current_device", lambda: 0):  # it only compares devices, and warns
-            return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
+    device = mock.patch.object(torch.cuda, "current_device", lambda: 0)  # it only compares devices, and warns
+    with mock.patch.object(DeviceMesh, "from_group", on_cpu), device:
+        return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -190,7 +183,7 @@ def run(options):
             optimizer.zero_grad()
             losses.append(step(models, seed=number))
             optimizer.step()
-        if options.get("wrap") != "mfsdp":
+        if not options.get("fsdp"):
             models = [model.module for model in models]
     if folder := options.get("save"):
         dist_checkpointing.save(models[0].sharded_state_dict(), folder)
@@ -208,7 +201,7 @@ def main():
             if (layout := [options.get("tp", 1), options.get("pp", 1), options.get("vpp")]) != before:
                 megatron_cpu.initialize(*layout)
                 before = layout
-            with streams_stand_still() if options.get("wrap") == "mfsdp" else contextlib.nullcontext():
+            with streams_stand_still() if options.get("fsdp") else contextlib.nullcontext():
                 found.append(run(options))
         # The ranks print in turn: two that print at once would share a line.
         for turn in range(dist.get_world_size()):

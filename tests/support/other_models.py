@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from support import olmo_models
+from support.hooked import known
+
 IDS = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
@@ -44,12 +47,9 @@ def torchtitan():
 
 
 def olmo(**changes):
-    module = pytest.importorskip("olmo")
-    sizes = dict(d_model=32, n_heads=4, n_layers=4, max_sequence_length=32, vocab_size=96, embedding_size=96)
-    torch.manual_seed(0)
-    model = module.OLMo(module.ModelConfig(**sizes, init_device="cpu", layer_norm_type="rms", rope=True, **changes))
-    groups = [model.transformer.blocks] if changes == {} else model.transformer.block_groups
-    return model, [block for group in groups for block in group], ("attn_norm", "ff_norm")
+    pytest.importorskip("olmo")
+    model = olmo_models.build(perturb=False, layer_norm_type="rms", **changes)
+    return model, known(model)[0](model), ("attn_norm", "ff_norm")
 
 
 class Block(nn.Module):

@@ -167,7 +167,7 @@ def load_base(original: Function) -> Function:
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
-        state, ours, folder = result[0], call["args"], call["load_dir"]
+        state, ours, folder = result[0], call.get("args") or _running(), call.get("load_dir")
         if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
             return result
         is_teacher = folder is not None and folder == getattr(ours, "export_kd_teacher_load", None)
@@ -175,6 +175,12 @@ def load_base(original: Function) -> Function:
         return result
 
     return _load_base_checkpoint
+
+
+def _running() -> Any:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
 
 
 def load_modelopt(original: Function) -> Function:

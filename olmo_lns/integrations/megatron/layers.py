@@ -119,7 +119,9 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     if not places:
         say("LayerNorm Scaling on: no block in this process")
         return 0
-    measured = ["output"] if all(norms.is_fused(module) for module, _, _ in places) else ["output", "gradient"]
+    fused = [norms.is_fused(module) for module, _, _ in places]
+    gradients = ["gradient"] if not any(fused) else ["gradient where no linear layer is fused"]
+    measured = ["output", *([] if all(fused) else gradients)]
     here = f"{len(places)} in this process (blocks {places[0][1]}-{places[-1][1]})"
     how = "weights as they were"
     if drawn and settings.scaled_init_off:

@@ -247,8 +247,8 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
 def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
     """Name the initialization of the blocks' matrices; ``""`` for loaded weights and for an unknown rule.
 
-    :param plain: remove the depth factor from the fresh weights of a family that is known to have it.
-    :raises MeasurementError: such a family draws a matrix by another rule.
+    :param plain: remove the depth factor from fresh weights that have it.
+    :raises MeasurementError: a family that is known to have it draws a matrix by another rule.
     """
     std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.0)
     matrices: dict[str, list[nn.Parameter]] = {}
@@ -266,15 +266,16 @@ def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
         return 0.9 * expected < value < 1.1 * expected
 
     known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
-    if plain and known and any(near(value, 1.0) for value in found.values()):
-        for name, value in found.items():
-            if not near(value, 1.0) and not near(value, depth):
+    others = {name: value for name, value in found.items() if not near(value, 1.0)}
+    if plain and len(others) < len(found) and (known or all(near(value, depth) for value in others.values())):
+        for name, value in others.items():
+            if not near(value, depth):
                 raise MeasurementError(
                     f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, "
                     f"expected 1 or {depth:.3g} times. This version of transformers draws them by another "
                     'rule: apply(model, initialization="upstream") keeps it.'
                 )
-        for name in [name for name, value in found.items() if near(value, depth)]:
+        for name in others:
             _multiply(matrices[name], 1.0 / depth)
             found[name] = 1.0
     if found and all(near(value, 1.0) for value in found.values()):

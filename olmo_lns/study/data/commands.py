@@ -11,7 +11,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, megatron, prepare
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
-from olmo_lns.study.files import degrade_output, located
+from olmo_lns.study.files import located
 
 
 def _path(text: str) -> Path:
@@ -22,7 +22,6 @@ def _path(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``olmo-lns data``. :returns: 1 if a checked file has a problem, or the data are smaller than the budget."""
-    degrade_output()
     parser = argparse.ArgumentParser(prog="olmo-lns data", description="Make and check tokenised training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(

@@ -22,7 +22,7 @@ from typing import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.files import write_whole
+from olmo_lns.text import write_whole
 
 #: The end-of-document id, after the bytes.
 EOS_TOKEN_ID = 256

@@ -14,7 +14,8 @@ import numpy as np
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data.check import CHUNK, INDEX_DTYPES, INDEX_HEADER, Data, check_file, find, held_out
-from olmo_lns.study.files import make_folder, write_whole
+from olmo_lns.study.files import make_folder
+from olmo_lns.text import write_whole
 
 #: A memmap's dtype -> Megatron's of the same width; ids above its half are refused.
 SIGNED = {"uint8": "uint8", "uint16": "uint16", "uint32": "int32", "uint64": "int64"}

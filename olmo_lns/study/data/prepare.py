@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, Iterator, Sequence
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.study.files import make_folder, only_one, write_whole
+from olmo_lns.study.files import make_folder, only_one
+from olmo_lns.text import write_whole
 
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}

@@ -81,14 +81,6 @@ def test_checkpoint_keys_are_those_of_stock():
     assert keys[0] == keys[1]
 
 
-def test_mtp_layers_continue_the_numbers_of_the_blocks():
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    spec = te_spec(cfg := tiny.under(mtp_num_layers=2))
-    model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
-    assert [m.lns_sites[0].layer_number for m in tiny.scaled_norms(model)] == [*BLOCKS, 5, 5, 6, 6]
-
-
 def test_mla_scales_neither_the_q_nor_the_kv_norm():
     """Both are part of a fused linear with a gain."""
     from megatron.core.transformer import MLATransformerConfig
@@ -110,7 +102,7 @@ def test_a_norm_whose_forward_is_bypassed_is_refused():
         tiny.build(cfg := tiny.under(), te_spec(cfg, use_te_op_fuser=True))
 
 
-def test_a_fused_linear_that_reads_its_gain_elsewhere_is_refused_and_one_that_calls_megatrons_is_followed():
+def test_another_forward_of_the_fused_linear_is_followed_or_refused():
     def spec(cfg, kind):
         found = te_spec(cfg)
         attention = found.submodules.self_attention.submodules
@@ -128,9 +120,21 @@ def test_a_fused_linear_that_reads_its_gain_elsewhere_is_refused_and_one_that_ca
             vars(self).pop("layer_norm_weight", None)  # where the scaled gain is, for the length of a forward
             return super().forward(x)
 
+    class Seven:
+        def forward(self, x):
+            return 7 * super().forward(x)[0], None
+
     built = {kind: tiny.build(cfg := tiny.under(), spec(cfg, kind)) for kind in (Stock, Calls, Elsewhere)}
     losses = [float(tiny.loss_of(model, tiny.batch()).detach()) for model in built.values()]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert tiny.scaled_norms(built[Elsewhere])[2].lns_way == "outputs multiplied"
+    seven, folded = (tiny.build(cfg, spec(cfg, Seven)) for cfg in (tiny.under(), tiny.config()))
+    folded.load_state_dict(tiny.perturb(seven).state_dict())
+    with torch.no_grad():
+        for number, layer in enumerate(folded.decoder.layers, start=1):
+            layer.self_attention.linear_qkv.layer_norm_weight.div_(number**0.5)
+            layer.mlp.linear_fc1.layer_norm_weight.div_(number**0.5)
+    losses = [float(tiny.loss_of(model, tiny.batch()).detach()) for model in (seven, folded)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     with pytest.raises(MeasurementError, match="block 2, attn .Own"):  # a bias would be multiplied too
         tiny.build(cfg := tiny.under(add_qkv_bias=True), spec(cfg, Elsewhere))

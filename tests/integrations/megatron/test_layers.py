@@ -1,6 +1,7 @@
 """The factor on the layers of a tiny model of the local spec: values, gradients, keys, numbers, refusals."""
 
 import copy
+import dataclasses
 import inspect
 import io
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from support import megatron_tiny as tiny
 from support.hooked import hooked
 
+import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.megatron import apply, layers, plain_initialization
@@ -125,15 +127,22 @@ def test_measuring_draws_no_number_and_works_on_the_meta_device():
 
 
 def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys):
-    plain_initialization(cfg := tiny.config(hidden_size=64))
-    model = tiny.build(cfg)
-    assert tiny.scaled_norms(model) == []
-    assert model.decoder.layers[3].mlp.linear_fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    cfg = tiny.config(hidden_size=64)
+    assert olmo_lns.plain_initialization(cfg) is cfg
+    for model in (tiny.build(dataclasses.replace(cfg)), tiny.build(cfg)):
+        assert tiny.scaled_norms(model) == []
+        assert model.decoder.layers[3].mlp.linear_fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert "measured: initialization" in capsys.readouterr().out
     unfinished = SimpleNamespace(init_method=None, output_layer_init_method=None, init_method_std=0.03)
     plain_initialization(unfinished)
     unfinished.output_layer_init_method(weight := torch.empty(64, 64))
     assert float(weight.std()) == pytest.approx(0.03, rel=0.1)
+    for action in (
+        lambda: apply(cfg, keep_scaled_init=True),
+        lambda: plain_initialization(tiny.under(keep_scaled_init=True)),
+    ):
+        with pytest.raises(LNSConfigError, match="contradict"):
+            action()
 
 
 def test_weights_drawn_otherwise_than_asked_are_refused_and_a_failed_apply_leaves_the_model_as_it_was():

@@ -27,9 +27,7 @@ MEGATRON_FSDP = DISTRIBUTED | {
 LAYOUTS = {
     "TP2": {"tp": 2},
     "TP2, sequence parallel": {"tp": 2, "config": {"sequence_parallel": True}},
-    # With another transformer_impl FSDP2 shards linear layers twice.
-    "FSDP2": {"wrap": "fsdp2", "config": {"transformer_impl": "local"}},
-    "Megatron-FSDP": {"wrap": "mfsdp", "ddp": MEGATRON_FSDP},
+    "Megatron-FSDP": {"fsdp": True, "ddp": MEGATRON_FSDP},
     "PP2": {"pp": 2},
     # Without these settings Megatron trains wrongly on gloo, with or without LNS.
     "PP2 x VPP2": {"pp": 2, "vpp": 2, "config": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
@@ -37,7 +35,7 @@ LAYOUTS = {
     "DP2, distributed optimizer, bf16": {"ddp": DISTRIBUTED, "bf16": True},
 }
 #: The layouts of an exhaustive run only.
-LATER = ("FSDP2", "PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
+LATER = ("PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
 
 
 def launch(ranks, runs):
@@ -77,7 +75,6 @@ def found(tmp_path_factory):
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LATER)) for name in LAYOUTS]
 )
 def test_training_follows_the_hooked_reference(name, request):
-    # In a second parallel state PyTorch's FSDP2 would meet the groups of the first, so it has a launch of its own.
     found = launch(2, compared(name)) if name in LATER else request.getfixturevalue("found")
     plugin, expected = found[name, "plugin"], losses(found[name, "hooks"])
     assert losses(plugin) == pytest.approx(expected, rel=1e-2 if "bf16" in name else 1e-5)

@@ -6,8 +6,9 @@ import olmo.model
 import pytest
 import torch
 from olmo.model import OLMo
-from support.olmo_models import model_config
+from support.olmo_models import build, model_config
 
+from olmo_lns import plain_initialization
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.model import blocks_of
@@ -31,16 +32,18 @@ def expected_std(init_fn, matrix, block, *, depth_factor_on):
 @pytest.mark.parametrize(
     ("kind", "block_type", "policy", "depth_factor_on"),
     [("rms", "llama", "", True), ("rms", "sequential", "plain", False), ("rms", "sequential", "upstream", True),
-     ("lns_rms", "sequential", "", False), ("lns_rms", "llama", "plain", False), ("lns_rms", "llama", "upstream", True)],
+     ("rms", "llama", "the function", False), ("lns_rms", "sequential", "", False), ("lns_rms", "llama", "plain", False), ("lns_rms", "llama", "upstream", True)],
 )  # fmt: skip
 def test_every_std_is_that_of_olmos_formula(monkeypatch, kind, block_type, init_fn, policy, depth_factor_on):
-    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", policy)
-    torch.manual_seed(0)
-    model = OLMo(
-        model_config(
-            layer_norm_type=kind, init_fn=init_fn, block_type=block_type, d_model=D, mlp_hidden_size=FF, n_layers=LAYERS
-        )
+    config = model_config(
+        layer_norm_type=kind, init_fn=init_fn, block_type=block_type, d_model=D, mlp_hidden_size=FF, n_layers=LAYERS
     )
+    if policy == "the function":
+        assert plain_initialization(config) is config
+    else:
+        monkeypatch.setenv("OLMO_LNS_INITIALIZATION", policy)
+    torch.manual_seed(0)
+    model = OLMo(config)
     projections = ("att_proj",) if block_type == "sequential" else ("q_proj", "k_proj", "v_proj")
     for number, block in enumerate(blocks_of(model), start=1):
         for name in (*projections, "ff_proj", "attn_out", "ff_out"):
@@ -68,3 +71,16 @@ def test_our_init_fn_beside_a_variable_that_contradicts_it_is_refused(monkeypatc
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
     with pytest.raises(LNSConfigError, match=f"init_fn normal_scaled and OLMO_LNS_INITIALIZATION={asked} contradict"):
         OLMo(model_config(layer_norm_type="rms", init_fn="normal_scaled"))
+
+
+def test_settings_that_contradict_plain_initialization_are_refused(monkeypatch):
+    for config, said in (
+        (model_config(init_fn="normal_scaled"), "init_fn normal_scaled"),
+        (build().config, "a model was built from this ModelConfig"),
+        ({}, "found a dict"),
+    ):
+        with pytest.raises(LNSConfigError, match=said):
+            plain_initialization(config)
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
+    with pytest.raises(LNSConfigError, match=r"INITIALIZATION=upstream and plain_initialization\(config\) contradict"):
+        plain_initialization(model_config())

@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import OLMo, OLMoBlock, OLMoSequentialBlock
+from olmo.model import OLMo, OLMoSequentialBlock
+from support.hooked import hooked
 from support.olmo_models import build, model_config, tokens
 
 from olmo_lns import hook, sites
-from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.model import blocks_of
 from olmo_lns.schemes import LNS
 
 register()
@@ -41,9 +41,7 @@ def test_logits_and_gradients_are_those_of_a_hooked_stock_model(kind, affine, bl
     lns, stock, ids = build(layer_norm_type=kind, **changes), build(layer_norm_type=base, **changes), tokens()
     stock.load_state_dict(lns.state_dict())
     assert (stock(ids).logits - lns(ids).logits).abs().max() > 0.05, "the factor makes no difference"
-    for number, block in enumerate(blocks_of(stock), start=1):
-        for norm in (block.attn_norm, block.ff_norm):
-            norm.register_forward_hook(lambda _m, _i, out, s=number**-0.5: out * s)
+    hooked(stock)
     outputs = []
     for model in (lns, stock):
         logits = model(ids).logits
@@ -52,14 +50,6 @@ def test_logits_and_gradients_are_those_of_a_hooked_stock_model(kind, affine, bl
     assert (outputs[0] - outputs[1]).abs().max() <= 2e-6 * outputs[1].abs().max()
     for (name, ours), theirs in zip(lns.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_blocks_that_olmo_numbers_in_another_way_are_refused(monkeypatch):
-    build_block = OLMoBlock.build
-    monkeypatch.setattr(OLMoBlock, "build", lambda layer_id, *args: build_block(layer_id + 1, *args))
-    OLMo(model_config(layer_norm_type="rms"))
-    with pytest.raises(MeasurementError, match=r"numbers \[2, 3, 4, 5\], expected 1 to 4"):
-        OLMo(model_config(layer_norm_type="lns_rms"))
 
 
 def test_a_part_that_is_not_there_is_an_error_only_where_a_scheme_is_selected(monkeypatch):

@@ -60,7 +60,6 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
             {"scheme": "branchln_depth"},
             "scheme=branchln_depth does more than multiply the norms of block.name=default. .* such as lns,",
         ),
-        ({"scheme": "sandwich_depth"}, "does more than multiply"),
     ],
 )
 def test_a_block_config_that_cannot_be_built_is_refused(fields, message):

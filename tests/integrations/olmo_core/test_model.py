@@ -2,16 +2,13 @@
 
 import copy
 import itertools
-import json
 import logging
-import pickle
 
 import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 import torch
-from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.testing import run_distributed_test
@@ -57,14 +54,6 @@ def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))
 
 
-def test_copies_and_pickles_compute_the_same_and_initialize_their_own_weights():
-    built = small.model(apply(small.config()))
-    expected = built(small.TOKENS)
-    for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
-        assert torch.equal(other(small.TOKENS), expected)
-        other.init_weights(device=torch.device("cpu"))
-
-
 @pytest.mark.slow
 def test_ddp_fsdp_hsdp_tensor_pipeline_and_context_parallel_equal_one_process():
     """Four gloo processes run on one CPU."""
@@ -101,56 +90,26 @@ def test_activation_checkpointing_gives_the_same_gradients(mode, arguments, bloc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("norm", "checkpointed", "backend"),
-    [
-        (dict(name="rms", bias=False), None, "inductor"),
-        (dict(name="rms", bias=False), Mode.full, "aot_eager"),
-        (dict(name="default"), Mode.full, "aot_eager"),
-        (dict(name="rms", bias=False), Mode.budget, "aot_eager_decomp_partition"),
-    ],
+    ("norm", "checkpointed"),
+    [(dict(name="rms", bias=False), False), (dict(name="rms", bias=False), True), (dict(name="default"), True)],
 )
-def test_a_compiled_model_gives_the_same_gradients(norm, checkpointed, backend):
+def test_a_compiled_model_gives_the_same_gradients(norm, checkpointed):
     torch._dynamo.reset()
     made = apply(small.config("default", norm))
     expected = _gradients(small.model(made))
     built = small.model(made)
-    if checkpointed is not None:
-        budget = {"activation_memory_budget": 0.5} if checkpointed == Mode.budget else {}
-        built.apply_activation_checkpointing(checkpointed, **budget)
-    if backend == "inductor":
-        built.apply_compile()
-    else:  # the same tracing in a fraction of the time
+    if checkpointed:
+        built.apply_activation_checkpointing(Mode.full)
         for block in built.blocks.values():
-            block.compile(backend=backend)
+            block.compile(backend="aot_eager")  # the same tracing in a fraction of the time
+    else:
+        built.apply_compile()
     torch._dynamo.utils.counters.clear()
     found = _gradients(built)
     # One graph for all four blocks, and one for the head.
     assert checkpointed or torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-    torch._functorch.config.activation_memory_budget = 1.0
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
-
-
-def test_generation_takes_the_scheme_from_the_checkpoint(tmp_path, monkeypatch):
-    """OLMo-core builds the model that config.json names, so nobody has to give the scheme again."""
-    from olmo_core.generate.generation_module import GenerationConfig
-    from olmo_core.generate.generation_module.transformer import TransformerGenerationModule as Module
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # OLMo-core calls it on every device
-    made = apply(small.config(), exponent=2.0)
-    built = small.model(made)
-    save_model_and_optim_state(tmp_path / "model_and_optim", built)
-    tokenizer = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
-    config = {"model": made.as_config_dict(), "dataset": {"tokenizer": tokenizer}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tokens = small.TOKENS[:1]
-    while tokens[0, -1] != 0 and tokens.shape[1] < small.TOKENS.shape[1] + 6:
-        with torch.no_grad():
-            tokens = torch.cat([tokens, built(tokens)[:, -1:].argmax(-1)], 1)
-    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, use_cache=False, eos_token_id=0, pad_token_id=1)
-    module = Module.from_checkpoint(tmp_path, generation_config=greedy, device=torch.device("cpu"))
-    assert torch.equal(module.generate_batch(small.TOKENS[:1])[0], tokens)
 
 
 def test_the_start_up_line_says_what_was_measured(caplog):

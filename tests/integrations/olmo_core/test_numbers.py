@@ -22,20 +22,15 @@ NORMS = {
 }
 
 
-def _window():
-    return SlidingWindowAttentionConfig(pattern=[4, -1], force_full_attention_on_first_layer=False)
-
-
 OPTIONS = {
-    "plain": {},
     "grouped queries": dict(n_kv_heads=2),
-    "one key head": dict(n_kv_heads=1),
-    "QK-norm": dict(qk_norm=True),
     "QK-norm per head": dict(qk_norm=True, use_head_qk_norm=True),
     "tied embeddings": dict(tie_word_embeddings=True),
-    "sliding window": dict(sliding_window=True),
-    "factors of the branches": dict(alpha=True),
+    "sliding window": {},
+    "factors of the branches": {},
 }
+#: (block, what a dense block has), the norms and options in turn on both dense blocks.
+CASES = [*zip(itertools.cycle(DENSE), [*NORMS, *OPTIONS]), *((n, "") for n in small.SCHEMES if n.startswith("moe"))]
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +57,18 @@ def _compare(made, block, *, exponent=0.5, tolerance=2e-6, **fields):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("norm", "block"), list(zip(NORMS, itertools.cycle(DENSE), strict=False)))
-def test_every_norm_with_the_factor_equals_folded_gains(block, norm):
-    _compare(small.config(block, NORMS[norm]), block, exponent=0.25 if norm == "default" else 0.5)
+@pytest.mark.parametrize(("block", "case"), CASES)
+def test_lns_with_every_norm_and_option_equals_folded_gains(block, case):
+    if case == "tied embeddings" and "tie_word_embeddings" not in small.config().__dataclass_fields__:
+        pytest.skip("this OLMo-core does not tie embeddings")
+    made = small.config(block, *([NORMS[case]] if case in NORMS else []), **OPTIONS.get(case, {}))
+    if case == "sliding window":
+        made.block.sequence_mixer.sliding_window = SlidingWindowAttentionConfig(
+            pattern=[4, -1], force_full_attention_on_first_layer=False
+        )
+    elif case == "factors of the branches":
+        made.block.attention_residual_alpha, made.block.feed_forward_residual_alpha = 0.5, 0.25
+    _compare(made, block, exponent=0.25 if case == "default" else 0.5, tolerance=2e-6 if case else 5e-6)
 
 
 @pytest.mark.parametrize("norm", [dict(name="l2_norm"), dict(name="rms", elementwise_affine=False, bias=False)])
@@ -77,20 +81,6 @@ def test_the_output_of_a_norm_without_gain_has_the_factor(norm):
     torch.testing.assert_close(scaled(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("option", "block"), list(zip(OPTIONS, itertools.cycle(DENSE), strict=False)))
-def test_lns_beside_every_option_of_a_model_equals_folded_gains(block, option):
-    kwargs = dict(OPTIONS[option])
-    window, alpha = kwargs.pop("sliding_window", False), kwargs.pop("alpha", False)
-    if "tie_word_embeddings" in kwargs and "tie_word_embeddings" not in small.config().__dataclass_fields__:
-        pytest.skip("this OLMo-core does not tie embeddings")
-    made = small.config(block, **kwargs)
-    if window:
-        made.block.sequence_mixer.sliding_window = _window()
-    if alpha:
-        made.block.attention_residual_alpha, made.block.feed_forward_residual_alpha = 0.5, 0.25
-    _compare(made, block)
-
-
 def test_embedding_norm_final_norm_and_qk_norm_have_no_factor():
     made = small.config("default", qk_norm=True)
     made.embedding_norm = LayerNormConfig(name="rms", bias=False)
@@ -98,11 +88,6 @@ def test_embedding_norm_final_norm_and_qk_norm_have_no_factor():
     scaled = [name for name, module in built.named_modules() if hasattr(module, "lns_scale")]
     assert scaled == [f"blocks.{i}.{n}" for i in range(small.LAYERS) for n in ("attention_norm", "feed_forward_norm")]
     _compare(made, "default")
-
-
-@pytest.mark.parametrize("block", [name for name in small.SCHEMES if name.startswith("moe")])
-def test_lns_in_a_mixture_of_experts_equals_folded_gains(block):
-    _compare(small.config(block), block, tolerance=5e-6)
 
 
 @pytest.mark.parametrize("norm", ["rms", "default", "qwen_rms"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import launch, slurm
 from olmo_lns.study.collect import collect, read, read_results
 from olmo_lns.study.describe import Study
 
@@ -31,19 +29,6 @@ LOG = """\
 2026-11-22 01:44:43.164\tvm:0\tolmo_core.train.callbacks.console_logger:71\tINFO\t[step=3/3,epoch=1]
     train/CE loss=1,005.9
 """
-
-
-def test_the_commands_name_the_script_the_config_and_the_folder_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(CONFIGS.parent)
-    paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
-    run = next(run for run in paper.runs if run.name == "7B-lns-s6198")
-    text = shlex.join(launch.command(paper, run, tmp_path))
-    assert "--nnodes 4" in text
-    assert f"-m olmo_lns {CONFIGS}/olmo_core/train.py {CONFIGS}/olmo_core/7B-lns.yaml --init_seed=6198" in text
-    assert f"--trainer.save_folder={tmp_path}/7B-lns-s6198" in text
-    written = slurm.write(paper, paper.runs, tmp_path / "out", tmp_path / "jobs")
-    script = (tmp_path / "jobs" / "7B.sbatch").read_text()
-    assert len(written) == 5 and "OLMO_DATA_DIR:?" in script and "7B-preln-s6198) COMMAND=(torchrun" in script
 
 
 def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
@@ -61,25 +46,13 @@ def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
 @pytest.fixture
 def micro(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    size = {
-        "model.n_layers": 2,
-        "model.d_model": 32,
-        "model.block.sequence_mixer.n_heads": 2,
-        "trainer.max_duration.value": 60,
-        "train_module.scheduler.warmup": 2,
-        "trainer.callbacks.checkpointer.save_interval": 5,
-    }
-    description = {
-        "name": "micro",
-        "framework": "olmo-core",
-        "config": str(CONFIGS / "study" / "tiny-olmo-core-base.yaml"),
-        "data": "demo",
-        "sizes": {"s": size},
-        "arms": ["preln", "lns"],
-        "seeds": [1],
-        "final_fraction": 0.5,
-        "launch": {"command": str(CONFIGS / "olmo_core" / "train.py"), "threads": 1},
-    }
+    description = yaml.safe_load((CONFIGS / "study" / "tiny-olmo-core.yaml").read_text())
+    size = {"model.n_layers": 2, "model.d_model": 32, "model.block.sequence_mixer.n_heads": 2}
+    size |= {"trainer.max_duration.value": 60, "train_module.scheduler.warmup": 2}
+    size |= {"trainer.callbacks.checkpointer.save_interval": 5}
+    description |= {"config": str(CONFIGS / "study" / "tiny-olmo-core-base.yaml"), "sizes": {"s": size}}
+    description |= {"arms": ["preln", "lns"], "seeds": [1], "final_fraction": 0.5}
+    description["launch"] |= {"command": str(CONFIGS / "olmo_core" / "train.py")}
     path = tmp_path / "micro.yaml"
     path.write_text(yaml.safe_dump(description))
     return path

@@ -17,7 +17,7 @@ ROWS = {kind: row for kind, row in json.loads(FILE.read_text()).items() if kind 
 ACCEPTED = [kind for kind, row in ROWS.items() if row["label"] in ("pre", "parallel")]
 REFUSED = [kind for kind, row in ROWS.items() if row["label"] in ("post", "branch", "sandwich", "other")]
 #: Run without being asked for: dense, parallel, experts, latent attention, tied norms, zero-centred weights.
-USUAL = (
+USUAL = [
     "llama",
     "gpt2",
     "gpt_neox",
@@ -29,7 +29,7 @@ USUAL = (
     "bloom",
     "qwen3_next",
     "opt",
-)
+]
 
 
 def rows(kinds, usual):

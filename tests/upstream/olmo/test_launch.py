@@ -1,6 +1,6 @@
-"""Launches after the wheel was installed with pip: a user's own script, and OLMo's ``scripts/train.py``.
+"""Launches of the installed package: a user's own script, and OLMo's ``scripts/train.py``.
 
-OLMo's script comes from the checkout in ``OLMO_SRC``. On CPU it must be of the main branch, since v0.6.0 needs CUDA.
+``scripts/release_check.sh`` installs the wheel into bare environments. OLMo's script comes from the checkout in ``OLMO_SRC``. On CPU it must be of the main branch, since v0.6.0 needs CUDA.
 """
 
 import json
@@ -22,39 +22,37 @@ STEPS = 30
 ON = "--model.layer_norm_type=lns"
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A fresh environment with the wheel of this repository in it; ``olmo`` is the checkout where there is one."""
-    folder, source = tmp_path_factory.mktemp("installed"), os.environ.get(launch.OLMO_SRC)
-    python = launch.fresh_venv(folder / "venv", packages=[str(Path(source).resolve())] if source else [])
-    launch.pip_install(python, launch.build_wheel(folder))
-    return SimpleNamespace(folder=folder, python=python, script=Path(source or "", "scripts", "train.py").resolve())
+SCRIPT = Path(os.environ.get(launch.OLMO_SRC, ""), "scripts", "train.py").resolve()
 
 
-def train_own(installed, *kinds, disable=None):
+def environment(**changes):
+    """With OLMo's checkout before the installed one, where there is one."""
+    return launch.environment(PYTHONPATH=os.environ.get(launch.OLMO_SRC), **changes)
+
+
+def train_own(folder, *kinds, disable=None):
     """Train one run of each kind with the user's script, in one launch; return its output, and what each run wrote."""
-    configs = {kind: launch.write_config(installed.folder / f"{kind}{disable or ''}") for kind in kinds}
+    configs = {kind: launch.write_config(folder / f"{kind}{disable or ''}") for kind in kinds}
     words = [word for kind, config in configs.items() for word in (config, f"--model.layer_norm_type={kind}")]
-    env = launch.environment(OLMO_LNS_DISABLE=disable)
-    result = launch.torchrun(installed.python, 2, launch.PROGRAMS / "launch.py", *words, cwd=installed.folder, env=env)
+    env = environment(OLMO_LNS_DISABLE=disable)
+    result = launch.torchrun(2, launch.PROGRAMS / "launch.py", *words, cwd=folder, env=env)
     wrote = [config.parent / "run" for config in configs.values()]
     return result.ok(), [
         SimpleNamespace(folder=each, **json.loads((each / "result.json").read_text())) for each in wrote
     ]
 
 
-def test_one_flag_scales_every_norm_of_the_blocks_and_without_it_a_training_is_as_it_is_to_the_last_bit(installed):
+def test_one_flag_scales_every_norm_of_the_blocks_and_without_it_a_training_is_as_it_is_to_the_last_bit(tmp_path):
     """The third run has the plugin disabled; the second has it, and no scheme is selected."""
-    result, (on, off) = train_own(installed, "lns_rms", "rms")
-    disabled, (stock,) = train_own(installed, "rms", disable="1")
-    assert on.plugin.startswith(str(launch.site_packages(installed.python))), "not the wheel's plugin"
+    result, (on, off) = train_own(tmp_path, "lns_rms", "rms")
+    disabled, (stock,) = train_own(tmp_path, "rms", disable="1")
     norms = [(i, norm) for i in range(4) for norm in ("attn_norm", "ff_norm")]
     expected = {f"transformer.blocks.{i}.{norm}": 1 / math.sqrt(i + 1) for i, norm in norms}
     assert on.scales == pytest.approx(expected, rel=1e-12)
     assert "layer_norm_type: lns_rms" in (on.folder / "config.yaml").read_text()
     # Once for the launch, not once for each rank: OLMo's console logs rank 0 only.
     assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
-    assert stock.plugin is None and off.plugin is not None and off.scales == {}
+    assert stock.plugin is None and on.plugin is not None and off.plugin is not None and off.scales == {}
     losses = result.losses()
     assert losses[4:] == disabled.losses() != losses[:4] and len(losses) == 8
     before, after = (torch.load(run.folder / "state.pt") for run in (stock, off))
@@ -62,33 +60,33 @@ def test_one_flag_scales_every_norm_of_the_blocks_and_without_it_a_training_is_a
     assert len(before) > 100 and before.keys() == after.keys() and not different, different
 
 
-def test_the_launcher_module_loads_the_plugin_where_the_hook_cannot_run(installed):
+def test_the_launcher_module_loads_the_plugin_where_the_hook_cannot_run(tmp_path):
     """``-S`` starts an interpreter without ``site``, and therefore without the hook."""
-    (path := installed.folder / "probe.py").write_text("import olmo.config, sys; print(*olmo.config.LayerNormType)")
-    folders = [str(launch.site_packages(installed.python)), *(p for p in sys.path if p.endswith("site-packages"))]
+    (path := tmp_path / "probe.py").write_text("import olmo.config, sys; print(*olmo.config.LayerNormType)")
+    folders = [str(launch.REPOSITORY), *(p for p in sys.path if p.endswith("site-packages"))]
     env = launch.environment(PYTHONPATH=os.pathsep.join(folders))
     for flags, registered in ([], False), (["-m", "olmo_lns"], True):
-        done = launch.run([installed.python, "-S", *flags, path], cwd=installed.folder, env=env).ok()
+        done = launch.run([sys.executable, "-S", *flags, path], cwd=tmp_path, env=env).ok()
         assert (" lns lns_rms " in done.last_line()) is registered
 
 
-def train(installed, name, *arguments, **changes):
+def train(root, name, *arguments, **changes):
     """Run OLMo's script, with RMSNorm, a local tokenizer and every checkpoint kept; return its output and folder."""
-    (folder := installed.folder / name).mkdir()
+    (folder := root / name).mkdir()
     values = {
         **{"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, "model.layer_norm_type": "rms"},
         **{"tokenizer.identifier": str(byte_tokenizer(folder / "tokenizer.json", 256)), "wandb": None},
         **{"save_num_unsharded_checkpoints_to_keep": -1, **changes},
     }
-    command = [installed.script, launch.write_config(folder, **values), *arguments]
-    return launch.torchrun(installed.python, 1, *command, cwd=installed.folder), folder / "run"
+    command = [SCRIPT, launch.write_config(folder, **values), *arguments]
+    return launch.torchrun(1, *command, cwd=root, env=environment()), folder / "run"
 
 
-def test_olmos_script_trains_under_one_flag_and_resumes_only_under_it(installed):
+def test_olmos_script_trains_under_one_flag_and_resumes_only_under_it(tmp_path):
     """tests/integrations/olmo/test_state.py checks every difference and its message."""
-    if not installed.script.is_file() or "SingleAccelerator" not in installed.script.read_text():
+    if not SCRIPT.is_file() or "SingleAccelerator" not in SCRIPT.read_text():
         pytest.skip(f"{launch.OLMO_SRC} names no checkout of OLMo's main branch; only its script runs on CPU")
-    result, folder = train(installed, "uninterrupted", ON)
+    result, folder = train(tmp_path, "uninterrupted", ON)
     losses = result.ok().losses()
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3
     assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
@@ -96,10 +94,10 @@ def test_olmos_script_trains_under_one_flag_and_resumes_only_under_it(installed)
     assert sorted(folders) == sorted(folder.glob("step*"))
     assert all("layer_norm_type: lns_rms" in (path / "config.yaml").read_text() for path in folders)
 
-    refused, nothing = train(installed, "refused", load_path=str(folders[2]))
+    refused, nothing = train(tmp_path, "refused", load_path=str(folders[2]))
     assert refused.code != 0 and not refused.losses() and not list(nothing.glob("step*"))
     assert ON in refused.text and "CheckpointMismatchError" in refused.text
-    result, again = train(installed, "resumed", ON, load_path=str(folders[2]))
+    result, again = train(tmp_path, "resumed", ON, load_path=str(folders[2]))
     assert result.ok().losses() == losses[20:]
     one, other = (torch.load(of / folders[-1].name / "model.pt", weights_only=True) for of in (folder, again))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,7 +1,6 @@
 """LNS and every other scheme under those distributed strategies of OLMo that run on CPU."""
 
 import json
-import sys
 
 import pytest
 from support import launch
@@ -54,7 +53,7 @@ def results(tmp_path_factory):
     cases, output = folder / "cases.json", folder / "results.json"
     cases.write_text(json.dumps(CASES))
     env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
-    launch.torchrun(sys.executable, 2, launch.PROGRAMS / "strategies.py", cases, output, cwd=folder, env=env).ok()
+    launch.torchrun(2, launch.PROGRAMS / "strategies.py", cases, output, cwd=folder, env=env).ok()
     return json.loads(output.read_text())
 
 
