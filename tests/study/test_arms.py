@@ -9,7 +9,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 from olmo_lns.study import arms
 from olmo_lns.study.arms import ARMS, Arm
-from olmo_lns.study.engines import MEGATRON, OLMO
+from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
+from olmo_lns.study.planning import arm_problems
 
 
 def arm(scheme, initialization, init_fn=""):
