@@ -97,10 +97,11 @@ def _stream(output: Any) -> torch.Tensor | None:
 def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Call | None:
     """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    after = _stream(output)
     for place, value in places:
-        if torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2:
-            after = _stream(output)
-            return Call(tuple(args), dict(kwargs), place) if after is None or after.shape == value.shape else None
+        is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
+        if is_matrix and (after is None or after.shape == value.shape):
+            return Call(tuple(args), dict(kwargs), place)
     return None
 
 
@@ -137,7 +138,8 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
     # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
-    lists = {name: each for name, each in lists.items() if each and all(any(block.children()) for block in each)}
+    parts = {block for each in lists.values() for block in each if any(block.children()) and list(block.parameters())}
+    lists = {name: each for name, each in lists.items() if each and parts.issuperset(each)}
     if blocks is not None:
         lists = {"": list(blocks)}
     members = {block for each in lists.values() for block in each}
@@ -291,7 +293,9 @@ class _Replay:
     def _norms(self) -> dict[str, nn.Module]:
         """Find the norms of the stream's shape that ran once, by their invariance to the size of the input."""
         ran: dict[str, list[tuple[Any, Any, Any]]] = {}
-        leaves = {name: module for name, module in self.block.named_modules() if name and not any(module.children())}
+        named = ((name, module) for name, module in self.block.named_modules() if name)
+        # A norm may hold a dropout: a part without parameters.
+        leaves = {name: m for name, m in named if not any(list(c.parameters()) for c in m.children())}
 
         def note(name: str) -> _Hook:
             return lambda module, args, kwargs, output: ran.setdefault(name, []).append((args, kwargs, output))

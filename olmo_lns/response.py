@@ -36,10 +36,11 @@ class Response:
                 continue
             if found.shape != wanted.shape:
                 return f"{name} of shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
-            size = float(wanted.norm())
-            if not float((found - factor * wanted).norm()) <= tolerance * abs(factor) * size:  # also true for NaN
-                ratio = float((found * wanted).sum()) / size**2 if size else math.nan
-                return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
+            for own, given in zip(wanted.split(2), found.split(2), strict=True):  # each kind of rows by itself
+                size = float(own.norm())
+                if not float((given - factor * own).norm()) <= tolerance * abs(factor) * size:  # also true for NaN
+                    ratio = float((given * own).sum()) / size**2 if size else math.nan
+                    return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
         return ""
 
 
@@ -48,7 +49,8 @@ def response(module: nn.Module, width: int) -> Response:
 
     The module's parameters are neither read nor changed, and may be on the meta device or hold ``main_grad``.
 
-    :param width: the hidden size; the rows are (4, 1, width), in the parameters' dtype and on their device.
+    :param width: the hidden size; x is (6, 3, width), in the parameters' dtype and on their device: two of ordinary
+        rows, two of small ones, which show eps, two with one massive channel, which show a clamp.
     """
     parameters = dict(module.named_parameters())
     device, dtype = next(((p.device, p.dtype) for p in parameters.values()), (torch.device("cpu"), torch.float32))
@@ -64,7 +66,10 @@ def response(module: nn.Module, width: int) -> Response:
     }
     own |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
     with torch.enable_grad():
-        x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_()
+        x = torch.randn((6, 3, width), generator=generator, device="cpu")
+        x[2:4] *= 1e-3
+        x[4:, :, 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
+        x = x.to(device, dtype).requires_grad_()
         output = first(torch.func.functional_call(module, own, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)

@@ -246,7 +246,7 @@ def scale(
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
     keeps = getattr(folded, "lns_calls_forward", False)
-    plain = "forward" not in vars(module) and (keeps or is_plain(stock))
+    plain = "forward" not in vars(module) and (keeps or (is_plain(stock) and _takes_as_much(stock, folded)))
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
         set_kind(module, derived(mixin, stock), factor, form=form, field=field)
         own = vars(module).get("forward")
@@ -267,10 +267,16 @@ def scale(
 
 def _make_stock(module: Any, stock: type, forward: Any) -> None:
     module.__class__ = stock
-    for name in [name for name in vars(module) if name.startswith("lns_")]:
+    for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sites"]:
         delattr(module, name)
     if forward is not None:
         module.forward = forward
+
+
+def _takes_as_much(stock: Any, folded: Any) -> bool:
+    """Return true if a folded forward has as many arguments as the framework's own."""
+    counts = {len(inspect.signature(kind.forward).parameters) for kind in (stock, folded) if kind is not None}
+    return len(counts) == 1
 
 
 def is_plain(stock: type) -> bool:

@@ -34,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
     with finished(args.output) as part:
         with readable(args.source):
             config = _stock_config(args.source, dict(args.set))
+            if not scheme.keeps_forward(getattr(config.get_text_config(), "num_hidden_layers", None) or 1):
+                raise LNSConfigError(
+                    f"scheme {scheme}: a transformers model takes those that only multiply norms, as lns."
+                )
             torch.manual_seed(args.seed)
             built = AutoModelForCausalLM.from_config(config)
         model: Any = apply(built, scheme, trained=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
@@ -80,7 +81,7 @@ def _launch(args: argparse.Namespace) -> int:
         return min(1, launch.run_here(study, runs, args.out))
     if args.slurm:
         for path in slurm.write(study, runs, args.out, args.slurm, args.gpu):
-            print(f"wrote {path}; submit with: sbatch {path}")
+            print(f"wrote {path}; submit with: sbatch {shlex.quote(str(path))}")
         return 0
     launch.print_commands(study, runs, args.out)
     return 0

@@ -213,8 +213,8 @@ class Study:
             return list(self.runs)
         found: dict[str, Run] = {}
         for wanted in only:
-            whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
-            if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
+            mine = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
+            if not mine:
                 names = [run.name for run in self.runs]
                 hint = did_you_mean(wanted, [*self.groups, *names])
                 raise LNSConfigError(

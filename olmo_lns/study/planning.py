@@ -142,7 +142,7 @@ def data_advice(study: Study, run: Run) -> list[str]:
     return [f"{what}, in {variable}; to make them (docs/data.md):", *make, *([check] if rows else [])]
 
 
-def next_steps(study: Study, only: Sequence[str] | None) -> str:
+def next_steps(study: Study, only: Sequence[str] | None, gpu: str) -> str:
     """Return the data of a study, and the next command."""
     first, *more = data_advice(study, max(study.runs, key=lambda run: run.shape.tokens))
     lines = [f"data: {first}", *(f"  {line}" for line in more)]
@@ -150,6 +150,7 @@ def next_steps(study: Study, only: Sequence[str] | None) -> str:
     words = ["olmo-lns", "study", "launch", name, "--out", "RUNS", *(["--only", *only] if only else [])]
     for key in ("gpus", "nodes"):
         words += [f"--{key}", str(value)] if (value := getattr(study, key)) else []
+    words += ["--gpu", gpu] if gpu != GPU else []
     script = study.launch.command
     where = "" if script == "train" or files.script(script) != script else f"   # in the folder that has {script}"
     several = any(study.layout(run)[0] > 1 for run in study.runs)
@@ -223,6 +224,6 @@ def show(study: Study, only: Sequence[str] | None, gpu: str) -> int:
     if loaded:
         print(table(study, loaded, gpu))
     if not study.is_configs:
-        print(f"\n{next_steps(study, only)}")
+        print(f"\n{next_steps(study, only, gpu)}")
     print("".join(f"note: {text}\n" for text in notes) + "".join(f"PROBLEM: {text}\n" for text in problems), end="")
     return len(problems)

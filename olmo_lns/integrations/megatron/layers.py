@@ -143,7 +143,7 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
     numbers = {layer: int(layer.layer_number) for layer in layers}
     for stack in model.modules():
         stacked: Any = getattr(stack, "layers", ())
-        is_list: bool = isinstance(stacked, nn.ModuleList)
+        is_list: bool = isinstance(stacked, nn.ModuleList) and bool(layers_of(stacked))
         for layer in stacked if is_list else ():
             if type(layer).__name__ == "MultiTokenPredictionLayer":
                 if len(inner := layers_of(layer)) != 1:
@@ -226,7 +226,8 @@ def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, s
 
 
 def _is_absent(module: Any) -> bool:
-    return module is None or type(module).__name__ in ("IdentityOp", "IdentityFuncOp")
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return module is None or bool(kinds & {"Identity", "IdentityOp", "IdentityFuncOp"})
 
 
 def _refuse(layer: Any, problem: str) -> LNSConfigError:

@@ -33,11 +33,11 @@ def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | N
     if not memmaps:
         raise LNSConfigError(f"no *.npy to train on in {', '.join(map(str, paths))}")
     root, out = Path(os.path.commonpath([path.parent.absolute() for path in memmaps])), out.resolve()
+    prefixes = {path: out / path.absolute().relative_to(root).with_name(path.stem) for path in memmaps}
+    if split := next((str(prefix) for prefix in prefixes.values() if re.search(r"[\s'\"\\$]", str(prefix))), None):
+        raise LNSConfigError(f"{split}: Megatron splits --data-path at blanks: rename the file, or give another -o")
     words = []
-    for path in memmaps:
-        prefix = out / path.absolute().relative_to(root).with_name(path.stem)
-        if re.search(r"[\s'\"\\$]", str(prefix)):
-            raise LNSConfigError(f"{prefix}: Megatron splits --data-path at blanks: give -o a path without blanks")
+    for path, prefix in prefixes.items():
         data = check_file(path, dtype=dtype, vocabulary=vocabulary, eos=eos)
         if not data.problems and data.highest > np.iinfo(SIGNED[data.dtype]).max:
             data.problems.append(f"token {data.highest:,} does not fit Megatron's {SIGNED[data.dtype]}")

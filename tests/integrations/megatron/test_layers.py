@@ -203,7 +203,7 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
     layer = model.decoder.layers[0]
     for name in ("cross_attention", "post_mlp_layernorm", "mlp.linear_fc2.post_layernorm"):
         holder, _, last = name.rpartition(".")
-        layer.get_submodule(holder).add_module(last, torch.nn.Identity())
+        layer.get_submodule(holder).add_module(last, torch.nn.LayerNorm(tiny.HIDDEN))
         with pytest.raises(LNSConfigError, match=f"TransformerLayer 1 has {name}, expected attention and MLP"):
             apply(model)
         delattr(layer.get_submodule(holder), last)
