@@ -114,7 +114,7 @@ def test_a_plan_shows_cost_disk_data_and_the_command_that_starts_it(capsys):
         "92.15 GB of disk",
         "ids below 50,280, in $OLMO_DATA_DIR",
         "olmo-lns data fetch dolma --out $OLMO_DATA_DIR --tokens 20000014336",
-        "next: olmo-lns study launch paper --out RUNS --only 1B-preln 1B-lns --run",
+        "next: olmo-lns study launch paper --out RUNS --only 1B-preln 1B-lns --gpu H100 --run",
     ):
         assert part in said, part
 

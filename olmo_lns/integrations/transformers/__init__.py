@@ -71,7 +71,7 @@ def apply(
     anything.require_unwrapped(model)
     again = isinstance(model, models.SchemeModel)
     if not again and trained is None and _is_trained(model):
-        setting = "no apply, or olmo_lns.integrations.transformers.apply(model, trained=True) to continue these weights under the scheme"
+        setting = "no apply; olmo_lns.integrations.transformers.apply(model, trained=True) continues the weights"
         require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: setting)
     drawn = None if again or trained else initialization or "plain"
     norms = models.measure(model, wanted, blocks, example, initialization=drawn)
