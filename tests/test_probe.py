@@ -147,3 +147,58 @@ def test_a_norm_without_what_its_mixin_reads_has_its_output_multiplied():
     assert isinstance(norm, sites.ScaledOutput)
     with pytest.raises(MeasurementError, match="rows of 16"):
         sites.scale(nn.RMSNorm(D), 0.5, where="a", width=16)
+
+
+class Stale(nn.Module):
+    """Reads eps elsewhere than its old attribute says."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps, self.variance_epsilon = nn.Parameter(torch.ones(D)), 1e-6, 1e-5
+
+    def forward(self, x):
+        return F.rms_norm(x, (D,), self.weight, self.eps)
+
+
+class Clamped(Stale):
+    def forward(self, x):
+        return F.rms_norm(x.clamp(-1000, 1000), (D,), self.weight, self.variance_epsilon)
+
+
+class MayAdd(Stale):
+    def forward(self, x, residual=None):
+        return F.rms_norm(x if residual is None else x + residual, (D,), self.weight, self.variance_epsilon)
+
+
+class Asked(sites.Scaled):
+    """The arithmetic that is known for a norm of this name."""
+
+    def forward(self, x):
+        return F.rms_norm(x, (D,), self.weight * self.lns_factor, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("kind", [Stale, Clamped, MayAdd])
+def test_a_norm_that_computes_otherwise_than_is_known_has_its_output_multiplied(kind):
+    norm, stock = kind(), kind()
+    sites.scale(norm, 0.5, where="a", width=D, folded=Asked)
+    assert isinstance(norm, sites.ScaledOutput)
+    x = torch.randn(4, D, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-3], [1.0], [1.0], [3e4]])
+    torch.testing.assert_close(norm(x), 0.5 * stock(x))
+
+
+class WithDropout(nn.RMSNorm):
+    def __init__(self, width):
+        super().__init__(width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
+def test_parts_without_parameters_are_neither_blocks_nor_kept_out_of_norms():
+    model = Model(norm=WithDropout)
+    model.taps = nn.ModuleList(nn.Sequential(nn.Identity()) for _ in model.layers)
+    for layer, tap in zip(model.layers.values(), model.taps, strict=True):
+        layer.register_forward_hook(lambda module, args, output, tap=tap: tap(output))
+    olmo_lns.apply(model, example=IDS)
+    assert len(list(sites.sites(model))) == 8
