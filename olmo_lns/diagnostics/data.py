@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from olmo_lns.errors import LNSError, one_line
+from olmo_lns.study.data.check import record_of
 
 #: Tokens of a file, or characters of a plain text, per read.
 BLOCK = 1 << 20
@@ -86,6 +87,9 @@ def _sequences(chunks: Iterable[np.ndarray], length: int, left: int | None) -> I
 def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
+    recorded = record_of(path).get("dtype", token_dtype)
+    if not numpy_format and recorded != token_dtype:
+        raise LNSError(f"{path}: the record beside it has dtype {recorded}, expected {token_dtype} (see --token-dtype)")
     try:
         if numpy_format:
             array = np.load(path, mmap_mode="r")
@@ -93,6 +97,11 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
         raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or rewrite it") from None
+    if not numpy_format and array[:BLOCK].max(initial=0) > 255 and array[1:BLOCK:2].max(initial=0) < 16:
+        raise LNSError(
+            f"{path}: every second token is 0 or close to 0: the file seems to have a wider dtype than {token_dtype} "
+            "(see --token-dtype)"
+        )
     if not np.issubdtype(array.dtype, np.integer):
         raise LNSError(f"{path}: found an array of {array.dtype}, expected integer token ids")
     for start in range(0, array.size, BLOCK):

@@ -90,6 +90,9 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"expected name=value, found {text!r}")
+    for number in (int, float):  # YAML reads 010 as 8 and 1e-5 as text
+        with contextlib.suppress(ValueError):
+            return name, number(value)
     return name, yaml.safe_load(value)
 
 

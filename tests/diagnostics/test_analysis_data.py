@@ -93,3 +93,13 @@ def test_a_bad_file_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else np.save(tmp_path / name, content)
     with pytest.raises(LNSError, match=message):
         read(tmp_path / name, 8, vocabulary=100)
+
+
+@pytest.mark.parametrize("wide", ["uint32", "uint64"])
+def test_a_wider_file_is_not_read_as_uint16(tmp_path, wide):
+    np.arange(300).astype(wide).tofile(tmp_path / "train-00000.npy")
+    with pytest.raises(LNSError, match="a wider dtype than uint16"):
+        read(tmp_path / "train-00000.npy", 8, vocabulary=512)
+    (tmp_path / "train.json").write_text(json.dumps({"dtype": wide}))
+    with pytest.raises(LNSError, match=f"has dtype {wide}, expected uint16"):
+        read(tmp_path / "train-00000.npy", 8, vocabulary=512)

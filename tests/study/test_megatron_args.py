@@ -53,6 +53,7 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path):
         ("num_layers: 2\n", "key 'num_layers'"),
         ("model: {num-layers: 2}\n", "expected a value or a list of values"),
         ("a: [\n", "not YAML"),
+        ("lr: 1\nlr: 2\n", "given twice"),
     ],
 )
 def test_a_malformed_config_is_refused(tmp_path, text, message):

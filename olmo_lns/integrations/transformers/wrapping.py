@@ -67,11 +67,11 @@ def find_models(module: Any) -> None:
 
 def _scheme_class(found: Any) -> Any:
     """Return the scheme class of a stock model class; a tokenizer or processor unchanged."""
-    from transformers import PreTrainedModel
-
     from olmo_lns.integrations.transformers.models import scheme_class
 
-    return scheme_class(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
+    # By name: transformers.modeling_utils may have been reloaded since the class was made.
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(found, "__mro__", ())}
+    return scheme_class(found) if "transformers.modeling_utils.PreTrainedModel" in kinds else found
 
 
 def convert_weights(module: Any) -> None:

@@ -184,3 +184,15 @@ def test_stand_ins_of_other_peoples_tests_are_left_alone(tmp_path):
     )
     done = launch.python(program, cwd=tmp_path)
     assert done.last_line() == "LNSLlamaConfig", done.text
+
+
+def test_a_reload_of_modeling_utils_keeps_the_scheme(tmp_path):
+    code = """
+import importlib, transformers, transformers.models.llama.modeling_llama
+importlib.reload(transformers.modeling_utils)
+from transformers import AutoConfig, AutoModelForCausalLM
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32)
+print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model("lns_llama", **sizes))).__name__)
+"""
+    done = launch.python(code, cwd=tmp_path)
+    assert done.last_line() == "LNSLlamaForCausalLM", done.text
