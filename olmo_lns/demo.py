@@ -199,24 +199,24 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
 
     shape = runs[0].run.shape
-    figure, smoothing = new_figure(10, 4), max(1, shape.steps // 12)
-    left, right = figure.subplots(1, 2)
+    figure, smoothing = new_figure(5.2, 7.4), max(1, shape.steps // 12)  # legible on a phone
+    upper, lower = figure.subplots(2, 1)
     late: list[float] = []
     for each in runs:
         losses = pandas.Series(each.curve.losses).rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": each.arm.colour, "linestyle": each.arm.line}
-        left.plot(losses.index, losses, **style)
+        upper.plot(losses.index, losses, **style)
         blocks, label = range(1, len(each.after) + 1), f"{each.arm.label} ({each.run.shape.learning_rate:g})"
-        right.plot(blocks, each.after, marker=each.arm.marker, label=label, **style)
-        right.plot(blocks, each.before, color=each.arm.colour, linestyle=":", linewidth=1)
-    left.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
-    left.set_ylim(min(late) - 0.1, max(late) + 0.1)
-    block_axis(right, len(runs[0].after))
-    right.set(ylabel="output variance (dotted: before training)", yscale="log")
-    figure.legend(loc="outside lower center", ncols=4)
+        lower.plot(blocks, each.after, marker=each.arm.marker, label=label, **style)
+        lower.plot(blocks, each.before, color=each.arm.colour, linestyle=":", linewidth=1)
+    upper.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
+    upper.set_ylim(min(late) - 0.1, max(late) + 0.1)
+    block_axis(lower, len(runs[0].after))
+    lower.set(ylabel="output variance (dotted: before training)", yscale="log")
+    figure.legend(loc="outside lower center", ncols=1)
     size = f"{shape.parameters / 1e6:.2f}M parameters, {shape.tokens / 1e6:.2f}M bytes of text"
-    figure.suptitle(f"OLMo, {shape.layers} blocks, {size}; in brackets the learning rate", fontsize=10)
+    figure.suptitle(f"OLMo, {shape.layers} blocks, {size};\nin brackets the learning rate", fontsize=10)
     save(figure, path)
 
 
