@@ -199,7 +199,7 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
 
     shape = runs[0].run.shape
-    figure, smoothing = new_figure(5.2, 7.4), max(1, shape.steps // 12)  # legible on a phone
+    figure, smoothing = new_figure(4.4, 7.0), max(1, shape.steps // 12)  # legible on a phone
     upper, lower = figure.subplots(2, 1)
     late: list[float] = []
     for each in runs:
@@ -210,13 +210,13 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
         blocks, label = range(1, len(each.after) + 1), f"{each.arm.label} ({each.run.shape.learning_rate:g})"
         lower.plot(blocks, each.after, marker=each.arm.marker, label=label, **style)
         lower.plot(blocks, each.before, color=each.arm.colour, linestyle=":", linewidth=1)
-    upper.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
+    upper.set(xlabel="step", title=f"training loss (nats per byte, mean of {smoothing} steps)")
     upper.set_ylim(min(late) - 0.1, max(late) + 0.1)
     block_axis(lower, len(runs[0].after))
-    lower.set(ylabel="output variance (dotted: before training)", yscale="log")
+    lower.set(title="output variance (dotted: before training)", yscale="log")
     figure.legend(loc="outside lower center", ncols=1)
     size = f"{shape.parameters / 1e6:.2f}M parameters, {shape.tokens / 1e6:.2f}M bytes of text"
-    figure.suptitle(f"OLMo, {shape.layers} blocks, {size};\nin brackets the learning rate", fontsize=10)
+    figure.suptitle(f"OLMo, {shape.layers} blocks, {size};\nin brackets the learning rate", fontsize=9)
     save(figure, path)
 
 

@@ -97,7 +97,8 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
         raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or rewrite it") from None
-    if not numpy_format and array[:BLOCK].max(initial=0) > 255 and array[1:BLOCK:2].max(initial=0) < 16:
+    high = array[1:BLOCK:2]  # of ids below a million, in a file of twice the width
+    if not numpy_format and high.size >= 32 and array[:BLOCK].max() > 255 and high.max() < 16:
         raise LNSError(
             f"{path}: every second token is 0 or close to 0: the file seems to have a wider dtype than {token_dtype} "
             "(see --token-dtype)"

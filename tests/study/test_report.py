@@ -61,3 +61,11 @@ def test_perplexity_is_shown_beside_the_published_one(built):
     assert "| Mix-LN | – | 26.07 | – | 1414.78 |" in text and "divides the sum of n batches by n + 1" in text
     assert f"| Pre-LN + LNS | {math.exp(3.1):.2f} | {math.exp(2.8):.2f} |" in text
     assert report.corrected("250M", 21.92) == pytest.approx(22.68, abs=0.01) and report.corrected("130M", 26.73) is None
+
+
+def test_only_seeds_that_both_arms_have_are_compared(built):
+    built.description["more_seeds"] = {"a": [2, 3]}
+    built.save()
+    given = results(built.study, {"a-preln-s1": 3.0, "a-lns-s1": 2.9, "a-lns-s3": 1.0})
+    found = report.difference(report.complete(built.study, given), "a", "lns")
+    assert found.to_dict() == pytest.approx({1: -0.1})

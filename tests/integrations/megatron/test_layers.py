@@ -209,6 +209,22 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
         delattr(layer.get_submodule(holder), last)
 
 
+class Doubled(torch.nn.Identity):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Identity, Doubled])
+def test_an_identity_behind_a_sub_layer_is_no_third_norm_and_another_class_is(kind):
+    model = tiny.build(tiny.config())
+    model.decoder.layers[0].post_mlp_layernorm = kind()
+    if kind is Doubled:
+        with pytest.raises(LNSConfigError, match="has post_mlp_layernorm"):
+            apply(model)
+    else:
+        assert apply(model) == 2 * tiny.LAYERS
+
+
 class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
     def forward(self, x):
         return super().forward(x), x

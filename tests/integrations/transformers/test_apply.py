@@ -104,3 +104,7 @@ def test_the_depth_factor_of_another_family_is_taken_off_by_its_measure(capfd):
     model = apply(transformers.ImageGPTForCausalImageModeling(config))
     assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert "scaled initialization off" in capfd.readouterr().err
+
+
+def test_norms_of_known_arithmetic_are_folded():
+    assert not [module for module in apply(stock("llama")).modules() if isinstance(module, sites.ScaledOutput)]
