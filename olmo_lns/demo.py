@@ -259,4 +259,5 @@ def main(argv: Sequence[str]) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     draw(found, out / "demo.png")
     say(console, f"figure  {out / 'demo.png'}")
+    say(console, "next    add --model.layer_norm_type=lns to your OLMo launch: docs/olmo.md")
     return 0

@@ -11,6 +11,7 @@ the second if the first does not compute the factor times the framework's output
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -306,6 +307,18 @@ def restore(model: Any) -> None:
             )
             _make_stock(module, stock, own.forward if isinstance(own, Product) else own)
         vars(module).pop("lns_sites", None)
+
+
+@contextlib.contextmanager
+def stock_on_failure(model: Any) -> Iterator[None]:
+    """Give a stock model its own classes back if attaching or measuring a scheme fails, or is interrupted."""
+    was_stock = next(sites(model), None) is None
+    try:
+        yield
+    except BaseException:
+        if was_stock:
+            restore(model)
+        raise
 
 
 # --- the start-up line ----------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def attach(
     if not present.is_pre_ln and present != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {present} already, not {scheme}: build a new model.")
     again = not present.is_pre_ln
-    try:
+    with sites.stock_on_failure(model):
         for number, (block, names) in enumerate(zip(found.blocks, found.names, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
@@ -211,10 +211,6 @@ def attach(
                 sites.attach(norm, *own)
                 sites.scale(norm, factors.pop(), where=where, width=found.width, folded=folded(norm))
         sites.check(model, scheme, n_layers)
-    except Exception:
-        if not again:
-            sites.restore(model)
-        raise
     return ["sites", "output", "gradient"]
 
 

@@ -107,15 +107,12 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     check_config(config)
     places = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
     blocks = _check_numbers(model, config, places)
-    try:
+    with sites.stock_on_failure(model):
         for module, number, sub_layer in places:
             site = sites.Site(settings.scheme, number, blocks, sub_layer)
             sites.attach(module, site)
             norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
         initialization = check_initialization(model, config) if drawn else []
-    except Exception:
-        sites.restore(model)
-        raise
     if not places:
         say("LayerNorm Scaling on: no block in this process")
         return 0

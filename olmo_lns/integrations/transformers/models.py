@@ -189,12 +189,9 @@ def measure(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
-    measured = anything.attach(model, found, scheme, folded)
-    try:
+    with sites.stock_on_failure(model):
+        measured = anything.attach(model, found, scheme, folded)
         words = drawn(model, found.blocks, plain=initialization == "plain")
-    except Exception:
-        sites.restore(model)
-        raise
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
