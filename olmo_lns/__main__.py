@@ -46,7 +46,12 @@ def main() -> int:
     hook.install()
     for framework in hook.INTEGRATIONS:
         hook.activate(framework)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        asked = [arg for arg in args[1:] if arg.startswith(("--layernorm-scaling", "--model.layer_norm_type=lns"))]
+        if asked and not {"olmo", "megatron"} & sys.modules.keys():
+            print(f"olmo_lns: {asked[0]} had no effect: {script} imported neither OLMo nor Megatron", file=sys.stderr)
     return 0
 
 

@@ -149,7 +149,8 @@ def _in_one_line(command: Command, error: BaseException) -> str | None:
         module = (error.name or "").partition(".")[0]
         if not (module and command.extra) or importlib.util.find_spec(module) is not None:
             return None
-        return f"needs {module}, which is not installed: pip install 'olmo-lns[{command.extra}]'"
+        extra = {"olmo": "olmo", "olmo_core": "olmo-core", "megatron": "megatron"}.get(module, command.extra)
+        return f"needs {module}, which is not installed: pip install 'olmo-lns[{extra}]'"
     if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
         where = "writing" if error.filename is None else error.filename
         return f"{where}: {error.strerror}" if error.strerror else one_line(error)

@@ -10,13 +10,12 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Sequence, cast
 
 import yaml
 from rich.console import Console
@@ -31,7 +30,7 @@ from olmo_lns.study.arms import ARMS, Arm, check_environment
 from olmo_lns.study.collect import Curve, attempts, curve_of
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.launch import command, environment
+from olmo_lns.study.launch import environment, start
 from olmo_lns.text import write_whole
 
 TOKENS = 32_768  #: held-out tokens over which a variance is averaged
@@ -108,22 +107,14 @@ def finished(run: Run, out: Path) -> bool:
     return curve is not None and steps in curve.heldout and (out / run.name / f"step{steps}-unsharded").exists()
 
 
-def start(study: Study, run: Run, out: Path) -> subprocess.Popen[bytes]:
-    """Start a run, or resume it from its last checkpoint."""
-    folder = out / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"attempt-{len(attempts(folder)) + 1:02d}.log").open("wb") as log:
-        how: dict[str, Any] = {"env": {**os.environ, **environment(study, out)}, "start_new_session": True}
-        return subprocess.Popen(command(study, run, out), stdout=log, stderr=subprocess.STDOUT, **how)
-
-
-def train(study: Study, out: Path, console: Console) -> None:
+def train(study: Study, out: Path, console: Console, lock: int) -> None:
     """Train the unfinished runs, all at once; print the start-up line of each.
 
+    :param lock: of the folder, as :func:`olmo_lns.study.launch.start` takes it.
     :raises LNSError: a run failed. The other runs finish first.
     """
     todo = [run for run in study.runs if not finished(run, out)]
-    going = [(run, start(study, run, out)) for run in todo]
+    going = [(run, start(study, run, out, lock)[1]) for run in todo]
     announced = set[str]()
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
@@ -243,13 +234,15 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C
     try:
-        build(out / "data")
-        train(study, out, console)
-        found = [
-            Trained(run, curve, measure(run, 0, out), measure(run, run.shape.steps, out))
-            for run in study.runs
-            if (curve := curve_of(out / run.name))
-        ]
+        with files.only_one(out / ".lock", f"{out}: another demo is running there") as lock:
+            build(out / "data")
+            train(study, out, console, lock)
+            found = [
+                Trained(
+                    run, cast(Curve, curve_of(out / run.name)), measure(run, 0, out), measure(run, run.shape.steps, out)
+                )
+                for run in study.runs
+            ]
     except KeyboardInterrupt:
         say(console, f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.response import Response, agree, check_drawn, first, response
+from olmo_lns.response import Response, agree, check_drawn, drawn_std, first, response
 
 __all__ = [
     "Call",
@@ -29,6 +29,7 @@ __all__ = [
     "Response",
     "agree",
     "check_drawn",
+    "drawn_std",
     "find_blocks",
     "pre_ln_sites",
     "response",

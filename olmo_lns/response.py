@@ -76,6 +76,16 @@ def response(module: nn.Module, width: int) -> Response:
     return Response(output.detach().double(), gradient.double(), dtype)
 
 
+def drawn_std(weight: torch.Tensor) -> float | None:
+    """Return the standard deviation of a weight, or of this process's shard of it.
+
+    :returns: None for a weight on the meta device, of integers, or of fewer than 1,000 elements.
+    """
+    weight = getattr(weight, "_local_tensor", weight)
+    measurable = not weight.is_meta and weight.numel() >= 1000 and weight.is_floating_point()
+    return float(weight.detach().float().std()) if measurable else None
+
+
 def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) -> bool:
     """Check that freshly drawn matrices have the standard deviation ``std``.
 
@@ -85,10 +95,9 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
     """
     measured = False
     for name, weight in weights.items():
-        weight = getattr(weight, "_local_tensor", weight)
-        if weight.is_meta or weight.numel() < 1000 or not weight.is_floating_point():
+        if (found := drawn_std(weight)) is None:
             continue
-        measured, found = True, float(weight.detach().float().std())
+        measured = True
         if not 0.85 * std <= found <= 1.15 * std:
             raise MeasurementError(
                 f"{where}, {name}: found weights drawn with a standard deviation of {found:.4g}, expected {std:.4g}. "

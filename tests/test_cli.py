@@ -194,3 +194,10 @@ def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "\ud800")
     assert path.read_bytes() == "é…".encode() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_launcher_says_when_a_flag_had_no_effect(tmp_path):
+    (tmp_path / "other.py").write_text("import sys; sys.exit(3)")
+    command = [sys.executable, "-m", "olmo_lns", tmp_path / "other.py", "--layernorm-scaling"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3 and "--layernorm-scaling had no effect" in done.stderr

@@ -18,7 +18,7 @@ from olmo_lns.diagnostics.capture import first_tensor, observe
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.hook import on_import, wrap
+from olmo_lns.hook import wrap
 from olmo_lns.settings import MONITOR, read
 from olmo_lns.text import write_whole
 
@@ -44,11 +44,10 @@ def parse_setting(value: str) -> tuple[int, str | None]:
 
 
 def register() -> None:
-    """Monitor every ``Trainer`` that is fitted while ``OLMO_LNS_MONITOR`` is set. An OLMo plugin."""
-    on_import("olmo.train", _extend)
+    """Monitor every ``Trainer`` that is fitted while ``OLMO_LNS_MONITOR`` is set.
 
-
-def _extend(_: object) -> None:
+    :mod:`olmo_lns.hook` calls it after each execution of ``olmo.train``.
+    """
     wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False)
 
 

@@ -109,8 +109,9 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
     """Random input: token ids, int64 (count, length); for a model of images, fp32 (count, channels, height, width)."""
     generator, config = torch.Generator().manual_seed(0), getattr(model, "config", None)
     if getattr(model, "main_input_name", "") == "pixel_values":
-        shape = (count, config.num_channels, config.image_size, config.image_size)  # type: ignore[union-attr]
-        return torch.randn(shape, generator=generator)
+        from olmo_lns.integrations.transformers.models import image_shape
+
+        return torch.randn(image_shape(config, count), generator=generator)
     size = min(vocabulary(model), int(getattr(config, "vocab_size", 1 << 62)))
     return torch.randint(size, (count, length), generator=generator)
 

@@ -26,7 +26,10 @@ __all__ = ["apply"]
 
 log = logging.getLogger("olmo_lns")
 
-_WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+#: PyTorch's and Megatron's.
+_WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"} | {
+    "TorchFullyShardedDataParallel"
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,13 @@ def require_unwrapped(model: nn.Module) -> None:
     """Check that the model can be measured. :raises LNSConfigError: compiled, wrapped by DDP or FSDP, or on meta."""
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
+    refuse_wrappers(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LNSConfigError("the weights are on the meta device and cannot be measured. Apply once they exist.")
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """:raises LNSConfigError: a module is compiled, or wrapped by DDP or FSDP."""
     for module in model.modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
@@ -112,8 +122,6 @@ def require_unwrapped(model: nn.Module) -> None:
                 f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP: its norms can no longer be measured. "
                 "Apply first: build the model, apply the scheme, then compile and wrap."
             )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise LNSConfigError("the weights are on the meta device and cannot be measured. Apply once they exist.")
 
 
 def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:

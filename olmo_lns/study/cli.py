@@ -9,16 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines.base import GPUS
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("expected a whole number above 0")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     collecting = add("collect", _collect, "read the logs into <out>/results.csv; check that the arms are comparable")
     add("report", _report, "write <out>/report/: tables and figures")
     for command in (plan, starting):
-        command.add_argument("--gpus", type=_whole, help="GPUs of a run (default: the description's)")
-        command.add_argument("--nodes", type=_whole, help="nodes of a run (default: one per 8 GPUs)")
+        command.add_argument("--gpus", type=at_least(1), help="GPUs of a run (default: the description's)")
+        command.add_argument("--nodes", type=at_least(1), help="nodes of a run (default: one per 8 GPUs)")
         command.add_argument(
             "--gpu", choices=sorted(GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
         )

@@ -142,25 +142,33 @@ def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
     return todo
 
 
-def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
-    """Run one run to its end; return true if it failed."""
+def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subprocess.Popen[bytes]]:
+    """Start a run, or resume it from its last checkpoint; return its log and its process.
+
+    :param lock: file descriptor of the study's lock, which stays taken while the run lives.
+    """
     folder = out / run.name
     files.make_folder(folder)
     log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
-    print(f"{run.name}: {log}", flush=True)
+    env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
     with log.open("wb") as file:
-        env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
-        process = subprocess.Popen(
+        return log, subprocess.Popen(
             command(study, run, out), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             stdin=subprocess.DEVNULL, pass_fds=(lock,),
         )  # fmt: skip
-        try:
-            code = process.wait()
-        except BaseException:
-            with suppress(ProcessLookupError):  # the run has just ended
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
+
+
+def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
+    """Run one run to its end; return true if it failed."""
+    log, process = start(study, run, out, lock)
+    print(f"{run.name}: {log}", flush=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        with suppress(ProcessLookupError):  # the run has just ended
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
     print(f"{run.name}: exit {code}", flush=True)
     if code:
         end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]

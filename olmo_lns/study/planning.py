@@ -20,7 +20,7 @@ from olmo_lns.study.engines.base import CHECKPOINT_BYTES, GPUS
 #: Default GPU of the plan, share of its peak, and margin for evaluation and checkpoints.
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 #: Key of config files that other commands check -> the command.
-ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
+ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "configs/vision/train.py"}
 
 
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:

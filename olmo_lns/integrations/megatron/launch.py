@@ -84,12 +84,10 @@ def model_built(original: Function) -> Function:
     """Check over all stages that the flags had an effect; store an applied scheme in the arguments."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
         result = original(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
-        asked = Settings.of(get_args())
+        asked = Settings.of(_running())
         # From the configs, since a pipeline stage without a layer has no site and its arguments are compared too.
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
         marks = {found for found in map(Settings.of, configs) if found != Settings()}
@@ -105,7 +103,7 @@ def model_built(original: Function) -> Function:
             )
         elif applied:
             _check_stages(chunks, applied[0])
-            applied[0].store(get_args())
+            applied[0].store(_running())
             layers.say(f"{applied[0].words}: not given, but applied to the model; checkpoints of this run record it")
         return result
 
@@ -189,13 +187,13 @@ def load_modelopt(original: Function) -> Function:
 
     def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import dist_checkpointing
-        from megatron.training.global_vars import get_args
 
+        running = _running()
         load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
-        folder, _ = original.__globals__["get_sharded_load_dir"](getattr(get_args(), load_arg))
+        folder, _ = original.__globals__["get_sharded_load_dir"](getattr(running, load_arg))
         if folder is not None:
             saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-            compare(saved, Settings.of(get_args()) if load_arg == "load" else Settings(), folder)
+            compare(saved, Settings.of(running) if load_arg == "load" else Settings(), folder)
         return original(*args, **kwargs)
 
     return load_modelopt_checkpoint

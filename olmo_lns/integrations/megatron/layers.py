@@ -23,6 +23,7 @@ from torch import nn
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations import anything
 from olmo_lns.integrations.megatron import MODELS, norms
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.settings import check as check_environment
@@ -52,7 +53,6 @@ _OTHER = re.compile(
 )
 #: Residual output projections, by the ends of their weights' names.
 _OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "OptimizedModule")
 _said: set[str] = set()
 
 
@@ -86,8 +86,7 @@ def models_in(module: nn.Module) -> list[Any]:
 
     :raises LNSConfigError: ``module`` is wrapped or compiled.
     """
-    if type(module).__name__ in _WRAPPERS:
-        raise LNSConfigError(f"found a {type(module).__name__}: apply first, then wrap or compile the model.")
+    anything.refuse_wrappers(module)
     found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
     return found or [module]
 

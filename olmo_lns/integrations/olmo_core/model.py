@@ -86,10 +86,8 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
             one, two = block.get_submodule(first), block.get_submodule(last)
         except AttributeError:
             continue
-        weight = getattr(one.weight, "_local_tensor", one.weight)
-        if weight.is_meta or weight.numel() < 1000:
+        if (std := probe.drawn_std(one.weight)) is None:
             continue
-        std = float(weight.detach().float().std())
         if init_method == "fan_in":  # by each matrix's number of inputs
             std *= (one.in_features / two.in_features) ** 0.5
         try:

@@ -191,7 +191,9 @@ def measure(
         )
     with sites.stock_on_failure(model):
         measured = anything.attach(model, found, scheme, folded)
-        words = drawn(model, found.blocks, plain=initialization == "plain")
+        gains = [p.detach().flatten() for _, norm, _ in sites.sites(model) for p in norm.parameters()]
+        fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
+        words = drawn(model, found.blocks, plain=initialization == "plain" and fresh)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
@@ -199,14 +201,18 @@ def measure(
     return names
 
 
+def image_shape(config: Any, count: int) -> tuple[int, ...]:
+    """Return the shape of ``count`` input images."""
+    size = config.image_size
+    return (count, config.num_channels, *(size if isinstance(size, (tuple, list)) else (size, size)))
+
+
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
     """Return the arguments of one short forward."""
     config, text = model.config, model.config.get_text_config()
     device = next(model.parameters()).device
     if getattr(model, "main_input_name", "") == "pixel_values":
-        size = config.image_size
-        shape = (1, config.num_channels, *(size if isinstance(size, (tuple, list)) else (size, size)))
-        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        pixels = torch.randn(image_shape(config, 1), generator=torch.Generator().manual_seed(0))
         return {"pixel_values": pixels.to(device, next(model.parameters()).dtype)}
     ids = torch.randint(3, max(4, min(text.vocab_size, 1000)), (1, 8), generator=torch.Generator().manual_seed(0))
     cached = {"use_cache": False} if hasattr(text, "use_cache") else {}

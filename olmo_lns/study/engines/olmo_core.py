@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.schemes import PRE_LN, Scheme, parse
+from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 from olmo_lns.study.files import filled, flatten
@@ -137,8 +137,9 @@ class OLMoCoreEngine(Engine):
     def scheme(self, settings: Mapping[str, Any]) -> Scheme:
         if settings.get(_BLOCK) != OURS:
             return PRE_LN
-        scheme, exponent = parse(str(settings.get(_SCHEME) or "lns")), settings.get(_EXPONENT)
-        return scheme if exponent is None else Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
+        from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
+
+        return scheme_of(settings.get(_SCHEME) or "lns", settings.get(_EXPONENT))
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}

@@ -108,3 +108,12 @@ def test_the_depth_factor_of_another_family_is_taken_off_by_its_measure(capfd):
 
 def test_norms_of_known_arithmetic_are_folded():
     assert not [module for module in apply(stock("llama")).modules() if isinstance(module, sites.ScaledOutput)]
+
+
+def test_weights_that_a_state_dict_brought_are_not_drawn_anew():
+    trained, model = stock("gpt2", large=False), stock("gpt2", large=False)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+    model.load_state_dict(trained.state_dict())
+    assert torch.equal(apply(model).transformer.h[1].mlp.c_proj.weight, trained.transformer.h[1].mlp.c_proj.weight)
