@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns.hook import wrap
-from olmo_lns.schemes import Scheme
+from olmo_lns.record import require_same
+from olmo_lns.schemes import PRE_LN, Scheme
 
 PREFIX = "lns_"
 _AUTO = "transformers.models.auto"
@@ -60,6 +61,19 @@ def find_models(module: Any) -> None:
 
         return made
 
+    def compare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+            given = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
+            if given is not None and _stock_type(given) is None and Path(str(name)).is_dir():
+                from olmo_lns.integrations.transformers.models import in_words, saved_scheme
+
+                saved = saved_scheme(str(name), local_files_only=True)
+                require_same(saved, PRE_LN, source=name, setting=in_words)
+            return original(cls, name, *args, **kwargs)
+
+        return from_pretrained
+
+    wrap(f"{_AUTO}.auto_factory:_BaseAutoModelClass.from_pretrained", compare, needed=False)
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__getitem__", get)
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__contains__", contains)
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
@@ -108,7 +122,6 @@ def compare_on_resume(module: Any) -> None:
     def make(train: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             from olmo_lns.integrations.transformers.models import in_words, saved_scheme
-            from olmo_lns.record import require_same
             from olmo_lns.sites import read_back
 
             if getattr(self.model, "config", None) is None:  # not a model of transformers

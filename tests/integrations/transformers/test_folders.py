@@ -123,6 +123,9 @@ def test_weights_of_another_scheme_are_not_loaded_by_a_class_of_ours(tmp_path, m
     for folder in ("stock", "other"):
         with pytest.raises(CheckpointMismatchError, match="its config says"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, config=model.config)
+    with pytest.raises(CheckpointMismatchError, match="its config says lns:exponent=0.25"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other", config=stock("llama").config)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock", config=stock("llama").config)
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock", config=model.config)
 
