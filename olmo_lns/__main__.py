@@ -26,7 +26,7 @@ def main() -> int:
         return 2
     from olmo_lns import hook, settings
     from olmo_lns.errors import LNSError
-    from olmo_lns.integrations.megatron.settings import variables
+    from olmo_lns.integrations.megatron.flags import variables
 
     try:
         settings.check()

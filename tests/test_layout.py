@@ -34,8 +34,8 @@ PACKAGE = "__init__"
 LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 #: Module names that may occur for several frameworks, where each does the same.
 OF_EACH_FRAMEWORK = {"olmo", "olmo_core", "megatron", "transformers", "checkpoint", "norms", "model", "upstream"}
-#: A package's command; a launch of Megatron, and of a study; the variables of the package, and Megatron's flags.
-OF_TWO = {"__init__", "cli", "launch", "settings"}
+#: A package's command.
+OF_TWO = {"__init__", "cli"}
 LINES_OF_MODULE, LINES_OF_FUNCTION = 500, 80
 
 

@@ -31,7 +31,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.open import Opened, readable
 from olmo_lns.fold import check_finite, multiplied
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from olmo_lns import hook
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.schemes import DEFAULT_EXPONENT
 
 __all__ = ["apply", "plain_initialization", "register"]
 
 _CONFIG = "core_transformer_config_from_args"
-#: Function of Megatron -> its wrapper in ``launch``, and whether a scheme needs it.
+#: Function of Megatron -> its wrapper in ``wrappers``, and whether a scheme needs it.
 WRAPPED = {
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__": ("model_init", True),
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": ("model_init", False),
@@ -48,11 +48,11 @@ def register() -> None:
 
 def wrap(module: Any) -> None:
     """Wrap the functions of ``module``, which has just been executed."""
-    from olmo_lns.integrations.megatron import launch
+    from olmo_lns.integrations.megatron import wrappers
 
     for path, (name, needed) in WRAPPED.items():
         if path.partition(":")[0] == module.__name__:
-            hook.wrap(path, getattr(launch, name), needed=needed)
+            hook.wrap(path, getattr(wrappers, name), needed=needed)
 
 
 def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: bool = False) -> int:
@@ -74,7 +74,7 @@ def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: 
     Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
     """
     register()
-    from olmo_lns.integrations.megatron.launch import apply_to
+    from olmo_lns.integrations.megatron.wrappers import apply_to
 
     return apply_to(target, Settings(True, exponent, keep_scaled_init).check())
 
@@ -89,11 +89,11 @@ def plain_initialization(config: Any) -> None:
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron import launch
+    from olmo_lns.integrations.megatron import wrappers
 
     config = getattr(config, "transformer", config)
-    launch.require("megatron.core.")
-    launch.mark(config, Settings(no_scaled_init=True))
+    wrappers.require("megatron.core.")
+    wrappers.mark(config, Settings(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal
 

@@ -25,7 +25,7 @@ from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.megatron import MODELS, norms
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.settings import check as check_environment
 
 #: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data import check, megatron, prepare
+from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
 from olmo_lns.study.files import located
@@ -80,5 +80,5 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _megatron(args: argparse.Namespace) -> int:
-    print(megatron.convert(args.paths, args.out, eos=args.eos, dtype=args.dtype, vocabulary=args.vocab_size))
+    print(indexed.convert(args.paths, args.out, eos=args.eos, dtype=args.dtype, vocabulary=args.vocab_size))
     return 0

@@ -20,7 +20,7 @@ from typing import Any, Mapping, Sequence
 from unittest import mock
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.settings import variables
+from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Machine, Run

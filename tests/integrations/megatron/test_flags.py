@@ -10,8 +10,8 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations import megatron
-from olmo_lns.integrations.megatron import apply, launch
-from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron import apply, wrappers
+from olmo_lns.integrations.megatron.flags import FLAGS, Settings, add_flags
 from olmo_lns.schemes import parse as parse_scheme
 from olmo_lns.settings import ALLOW_MISMATCH
 
@@ -25,7 +25,7 @@ def parse(*words, **more):
 @pytest.fixture(autouse=True)
 def every_function_is_there(monkeypatch):
     """The wheel has no ``megatron.training``."""
-    monkeypatch.setattr(launch, "require", lambda prefix: None)
+    monkeypatch.setattr(wrappers, "require", lambda prefix: None)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def every_function_is_there(monkeypatch):
 )
 def test_flags_reach_the_config_and_the_model(words, scheme):
     args, config = parse(*words), tiny.config(hidden_size=64)
-    assert launch.config_from_args(lambda args, config_class=None: config)(args) is config
+    assert wrappers.config_from_args(lambda args, config_class=None: config)(args) is config
     for holder in (args, config):
         assert str(Settings.of(holder).scheme) == scheme
     model = tiny.build(config)
@@ -63,14 +63,14 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
     module = ModuleType("megatron.training.global_vars")
     module._GLOBAL_ARGS = student
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    make = launch.config_from_args(lambda args: tiny.config())
+    make = wrappers.config_from_args(lambda args: tiny.config())
     assert Settings.of(make(student)).layernorm_scaling
     assert not Settings.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
 
 
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(launch.hook, "_missing", {})
+    monkeypatch.setattr(wrappers.hook, "_missing", {})
     monkeypatch.setitem(
         megatron.WRAPPED, "megatron.core.models.gpt.gpt_model:GPTModel.build_layers", ("model_init", True)
     )
@@ -94,7 +94,7 @@ def arguments(monkeypatch):
 
 
 def built(*chunks):
-    return launch.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
+    return wrappers.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
 
 
 def test_a_flag_without_effect_is_refused(arguments, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
 
 
 def restore(running, saved):
-    launch.load_args(lambda args, load_arg="load": (args, saved))(running)
+    wrappers.load_args(lambda args, load_arg="load": (args, saved))(running)
     return Settings.of(running)
 
 
@@ -151,7 +151,7 @@ def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch)
         patch.setattr(sys, "argv", ["pretrain_gpt.py", f"{EXPONENT}=0.5"])
         assert restore(parse(EXPONENT, "0.5"), saved) == Settings()
     args = parse(LNS)  # no checkpoint
-    assert launch.load_args(lambda args, load_arg="load": args)(args) is args
+    assert wrappers.load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(ALLOW_MISMATCH, "1")
     assert restore(parse(), saved) == Settings()
 
@@ -162,7 +162,7 @@ def load(running, saved, folder="folder", **state):
     def _load_base_checkpoint(load_dir, args, rank0=False):
         return contents, "iter_7", False, None
 
-    return launch.load_base(_load_base_checkpoint)(folder, args=running)
+    return wrappers.load_base(_load_base_checkpoint)(folder, args=running)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_loader_of_modelopts_scripts_compares_too(load_arg, refused, argumen
 
     setattr(arguments, load_arg, "folder")
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda folder: {"args": parse()})
-    load = launch.load_modelopt(lambda model, load_arg="load": "loaded")
+    load = wrappers.load_modelopt(lambda model, load_arg="load": "loaded")
     if refused:
         with pytest.raises(CheckpointMismatchError, match="folder: its config says preln, but this run has lns"):
             load([], load_arg=load_arg)

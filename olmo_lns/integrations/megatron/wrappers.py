@@ -19,7 +19,7 @@ from torch import nn
 from olmo_lns import hook, probe, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import WRAPPED, layers
-from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron.flags import FLAGS, Settings, add_flags
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.settings import ALLOW_MISMATCH, is_set
