@@ -50,7 +50,7 @@ COMMANDS = {
         ("olmo-lns config list", "olmo-lns config copy olmo/60M-lns.yaml"),
     ),
     "data": Command(
-        "study.data.commands:main", "make and check tokenised data", "",
+        "study.data.commands:main", "make and check tokenised data", "study",
         ("olmo-lns data prepare jsonl notes.jsonl --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
     ),
     "megatron-args": Command(
@@ -68,10 +68,6 @@ COMMANDS = {
             "olmo-lns analyze layer-drop --model stock-llama --scheme lns --data text.jsonl",
             "olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",
         ),
-    ),
-    "hf": Command(
-        "export.hf:main", "model folders for transformers that carry a scheme", "hf",
-        ("olmo-lns hf init llama --set num_hidden_layers=12 --scheme lns -o llama-lns",),
     ),
     "export": Command("export.cli:main", "fold the factor into the weights for stock software", "hf"),
     "verify": Command(

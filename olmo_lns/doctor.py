@@ -26,7 +26,7 @@ FRAMEWORKS = {
     "olmo": ("OLMo", "ai2-olmo", "olmo", "--model.layer_norm_type=lns"),
     "olmo-core": ("OLMo-core", "ai2-olmo-core", "olmo_core", "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}"),
     "megatron": ("Megatron core", "megatron-core", "megatron.core", "--layernorm-scaling"),
-    "hf": ("transformers", "transformers", "transformers", "apply(model), or olmo-lns hf init"),
+    "hf": ("transformers", "transformers", "transformers", "olmo_lns.apply(model)"),
 }
 
 

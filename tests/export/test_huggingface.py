@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from support.exports import byte_tokenizer, export, refused, relative, verify
-from support.transformers_models import VOCABULARY, hooked, inputs, stock
+from support.exports import export, refused, relative, verify
+from support.transformers_models import hooked, inputs, stock
 
-from olmo_lns.cli import main
 from olmo_lns.export.open import open_model
 from olmo_lns.integrations.transformers import apply, register
 
@@ -112,44 +111,3 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     assert "Merge it first" in refused(capsys, tmp_path / "adapter", tmp_path / "out")
     assert "is written as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
     assert "no such folder" in refused(capsys, tmp_path / "no" / "such", tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_init_makes_a_model_to_train(kind, tmp_path, capsys):
-    sizes = {"llama": ("num_hidden_layers", "hidden_size", "intermediate_size"), "gpt2": ("n_layer", "n_embd")}[kind]
-    changes = [word for name in sizes for word in ("--set", f"{name}={6 if 'layer' in name else 48}")]
-    heads = {"llama": "num_attention_heads", "gpt2": "n_head"}[kind]
-    words = ["hf", "init", kind, *changes, "--set", f"{heads}=4", "--set", f"vocab_size={VOCABULARY}", "--scheme"]
-    assert main([*words, "lns:exponent=0.25", "-o", str(tmp_path / "new"), "--seed", "3"]) == 0
-    model = open_model(tmp_path / "new")
-    assert model.config.model_type == f"lns_{kind}" and "lns:exponent=0.25" in capsys.readouterr().out
-    scales = sorted({module.lns_scale for module in model.modules() if hasattr(module, "lns_scale")}, reverse=True)
-    assert scales == [number**-0.25 for number in range(1, 7)]
-    output_ = model.model.layers[5].mlp.down_proj if kind == "llama" else model.transformer.h[5].mlp.c_proj
-    assert output_.weight.std().item() == pytest.approx(0.02, rel=0.1)  # GPT-2's own depth factor is taken off
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["lama"], "did you mean 'llama'"),
-        (["llama", "--set", "hiden_size=3"], "did you mean 'hidden_size'"),
-        (["llama", "--set", "num_hidden_layers=twelve"], "llama cannot be loaded"),
-        (["llama", "--scheme", "preln"], "stock model"),
-        (["vit"], "vit cannot be loaded"),
-    ],
-)
-def test_init_names_what_is_wrong(words, reason, tmp_path, capsys):
-    assert main(["hf", "init", *words, "-o", str(tmp_path / "new")]) == 1
-    assert reason in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_init_takes_shape_and_tokenizer_of_a_folder(tmp_path):
-    stock("llama").save_pretrained(tmp_path / "stock")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_tokenizer(tmp_path / "tokenizer.json")), eos_token="<eos>"
-    ).save_pretrained(tmp_path / "stock")
-    assert main(["hf", "init", str(tmp_path / "stock"), "-o", str(tmp_path / "new")]) == 0
-    assert open_model(tmp_path / "new").config.hidden_size == stock("llama").config.hidden_size
-    assert export(tmp_path / "new", tmp_path / "out") == 0
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("AB") == [34, 35]

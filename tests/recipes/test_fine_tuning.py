@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from olmo_lns.cli import main
+import olmo_lns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def test_every_example_becomes_one_line_with_prompt_and_completion(tmp_path):
 
 
 def model_folder(folder):
-    """Make a tiny LNS model with a byte tokenizer by `olmo-lns hf init`."""
+    """Make a tiny LNS model with a byte tokenizer, as docs/transformers.md does."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,11 +58,10 @@ def model_folder(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    fast.save_pretrained(folder / "stock")
+    fast.save_pretrained(folder / "model")
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, eos_token_id=0)
     config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=512, bos_token_id=0, **shape)
-    config.save_pretrained(folder / "stock")
-    assert main(["hf", "init", str(folder / "stock"), "-o", str(folder / "model")]) == 0
+    olmo_lns.apply(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder / "model")
     return folder / "model"
 
 

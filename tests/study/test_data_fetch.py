@@ -1,6 +1,5 @@
 """`olmo-lns data fetch` from a local server: equal shares, a killed fetch that goes on, other content refused."""
 
-import hashlib
 import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -65,10 +64,10 @@ def call(served, *more):
 def test_equal_shares_are_fetched_and_a_partial_file_is_continued(served, monkeypatch, capsys):
     real = fetch._read
 
-    def killed(url, start, stop):
+    def killed(session, url, start, stop):
         if start >= 5000:
             raise KeyboardInterrupt
-        return real(url, start, stop)
+        return real(session, url, start, stop)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(fetch, "_read", killed)
@@ -101,16 +100,7 @@ def test_a_second_fetch_into_one_folder_is_refused_and_the_first_is_right(served
     assert (served / "out" / "a.npy").read_bytes() == (served / "www" / "0.npy").read_bytes()[:16384]
 
 
-def test_a_file_that_changes_on_the_server_or_is_not_what_its_tag_says_is_refused(served):
-    Ranges.tag = hashlib.md5((served / "www" / "2.npy").read_bytes()).hexdigest()
-    (served / "list.txt").write_text((served / "list.txt").read_text().splitlines()[3])
-    assert call(served) == 0
-    (served / "out" / "heldout" / "c.npy").unlink()
-    Ranges.tag = hashlib.sha256(b"something else").hexdigest()
-    with pytest.raises(LNSConfigError, match="found sha256 .*, expected"):
-        call(served)
-    assert not list((served / "out").rglob("*.np*"))
-
+def test_a_file_that_changes_on_the_server_is_refused(served):
     def change(start):
         Ranges.tag = "v1" if start < 3000 else "v2"
 
@@ -121,7 +111,7 @@ def test_a_file_that_changes_on_the_server_or_is_not_what_its_tag_says_is_refuse
 
 def test_a_wrong_line_of_the_list_is_named(served):
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
-    for text, message in (("../a.npy http://127.0.0.1/a\n", "line 1"), (f"a.npy {server}/none.npy\n", "Error 404")):
+    for text, message in (("../a.npy http://127.0.0.1/a\n", "line 1"), (f"a.npy {server}/none.npy\n", "404 Client Error")):
         (served / "list.txt").write_text(text)
         with pytest.raises(LNSConfigError, match=message):
             call(served)

@@ -10,7 +10,6 @@ from typing import Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
 from olmo_lns.study.files import located
 
 
@@ -58,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
+    from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
+
     files = read_list(located(args.list, "data"))
     if min(args.tokens, args.heldout) <= 0:
         raise LNSConfigError("--tokens and --heldout: expected numbers above 0")
