@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 from pathlib import Path
-
-#: Character of a message -> its replacement if the locale lacks it. Any other character becomes a question mark.
-_PLAIN = {"…": "...", "–": "-", "—": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt", "π": "pi"}
-
 
 def write_whole(path: Path, content: str | bytes) -> Path:
     """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
@@ -29,17 +24,10 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def degrade() -> None:
-    """Make standard output and error accept any text: replace missing characters, ignore a closed stream."""
-
-    def replaced(error: UnicodeError) -> tuple[str, int]:
-        assert isinstance(error, UnicodeEncodeError)
-        lost = error.object[error.start : error.end]
-        return "".join(_PLAIN.get(character, "?") for character in lost), error.end
-
-    codecs.register_error("olmo_lns", replaced)
+    """Make standard output and error accept any text: replace characters that the locale lacks, ignore a closed stream."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell; the next opened file must not reuse its descriptor
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="olmo_lns")
+            stream.reconfigure(errors="replace")

@@ -136,14 +136,6 @@ def test_a_misspelt_command_size_or_config_is_one_line_with_the_nearest(words, c
     assert said in err and err.count("\n") == 1
 
 
-PRINT = f"""{sys.executable} -c "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')" """
-
-
-@pytest.mark.parametrize(("encoding", "text"), [("ascii", "1...2 x 3 -> ? ?"), ("iso-8859-1", "1...2 × 3 -> é ?")])
-def test_text_that_the_locale_does_not_have_degrades(encoding, text):
-    assert shell(PRINT, PYTHONIOENCODING=encoding).stdout.decode(encoding).strip() == text
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_path):
     """A byte of a path that is no UTF-8, in an error, and as what tells two results of one label apart in a table."""
