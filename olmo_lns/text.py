@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+
 def write_whole(path: Path, content: str | bytes) -> Path:
     """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
 
@@ -24,7 +25,10 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def degrade() -> None:
-    """Make standard output and error accept any text: replace characters that the locale lacks, ignore a closed stream."""
+    """Make standard output and error accept any text.
+
+    A character that the locale lacks becomes a question mark. A closed stream is ignored.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell; the next opened file must not reuse its descriptor

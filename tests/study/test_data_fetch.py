@@ -111,7 +111,10 @@ def test_a_file_that_changes_on_the_server_is_refused(served):
 
 def test_a_wrong_line_of_the_list_is_named(served):
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
-    for text, message in (("../a.npy http://127.0.0.1/a\n", "line 1"), (f"a.npy {server}/none.npy\n", "404 Client Error")):
+    for text, message in (
+        ("../a.npy http://127.0.0.1/a\n", "line 1"),
+        (f"a.npy {server}/none.npy\n", "404 Client Error"),
+    ):
         (served / "list.txt").write_text(text)
         with pytest.raises(LNSConfigError, match=message):
             call(served)
