@@ -14,7 +14,7 @@ import copy
 import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,14 +25,14 @@ from olmo_lns.response import Response, agree, check_drawn, drawn_std, first, re
 __all__ = [
     "Call",
     "Found",
-    "Ran",
     "Response",
     "agree",
     "check_drawn",
     "drawn_std",
-    "find_blocks",
+    "hooks",
     "pre_ln_sites",
     "response",
+    "stream_of",
     "twin",
 ]
 
@@ -65,7 +65,7 @@ class Call:
         # Without CUDA, torch.manual_seed stores a stack trace per call for a later start of CUDA: half a probe's time.
         (torch.default_generator if x.device.type == "cpu" else torch).manual_seed(0)
         output = block(*args, **kwargs)
-        if (after := _stream(output)) is None:
+        if (after := stream_of(output)) is None:
             raise _NotPreLN(
                 f"its output is a {type(output).__name__}, expected a tensor or a tuple that starts with one"
             )
@@ -89,112 +89,21 @@ class _NotPreLN(Exception):
     """The reason why a block is not Pre-LN."""
 
 
-def _stream(output: Any) -> torch.Tensor | None:
+def stream_of(output: Any) -> torch.Tensor | None:
     """Return the first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
     output = getattr(first(output), "last_hidden_state", first(output))
     return output if torch.is_tensor(output) else None
 
 
-def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Call | None:
-    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    after = _stream(output)
-    for place, value in places:
-        is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
-        if is_matrix and (after is None or after.shape == value.shape):
-            return Call(tuple(args), dict(kwargs), place)
-    return None
-
-
 @contextmanager
-def _hooks(handles: Iterable[Any]) -> Iterator[None]:
+def hooks(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove these hooks when the context ends."""
     handles = list(handles)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-class Ran(NamedTuple):
-    """One forward of a model.
-
-    :param name: name of the list of blocks, ``""`` for given blocks. :param calls: the call of each block.
-    :param times: module -> the number of its runs.
-    """
-
-    name: str
-    blocks: list[nn.Module]
-    calls: list[Call]
-    times: Mapping[nn.Module, int]
-
-
-def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Ran:
-    """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
-
-    :param run: runs one forward of the model.
-    :param blocks: the blocks, if they are known.
-    :raises LNSConfigError: no such list, or several.
-    """
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
-    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
-    parts = {block for each in lists.values() for block in each if any(block.children()) and list(block.parameters())}
-    lists = {name: each for name, each in lists.items() if each and parts.issuperset(each)}
-    if blocks is not None:
-        lists = {"": list(blocks)}
-    members = {block for each in lists.values() for block in each}
-    times: dict[nn.Module, int] = {}
-    calls: dict[nn.Module, Call | None] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        times[module] = times.get(module, 0) + 1
-        if module in members:
-            calls[module] = _call(args, kwargs, output)
-
-    watched = members.union(each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule))
-    with _hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
-        run()
-    found: dict[str, list[Call]] = {}
-    for name, each in lists.items():
-        whole = [call for block in each if times.get(block) == 1 and (call := calls[block])]
-        in_order = [block for block in calls if block in set(each)] == each
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if in_order and not inside and len(whole) == len(each) and len({call.stream.shape for call in whole}) == 1:
-            found[name] = whole
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
-        raise LNSConfigError(
-            f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
-            f"{names}. Give the blocks themselves: blocks=model.layers."
-        )
-    ((name, whole),) = found.items()
-    if blocks is None:
-        _require_all(model, name, lists[name], times)
-    return Ran(name, lists[name], whole, times)
-
-
-def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: Container[nn.Module]) -> None:
-    """Check the list of blocks. :raises LNSConfigError: a part of the list, or similar blocks ran outside of it."""
-    keys = [key for key, _ in model.get_submodule(name).named_children()]
-    if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
-        raise LNSConfigError(
-            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
-            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
-        )
-    kinds, inside = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
-    if besides := [at for at, module in alike.items() if module in ran and module not in inside]:
-        raise LNSConfigError(
-            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and similar blocks outside of it: "
-            f"{', '.join(besides)}; expected all in one list. Give all blocks in order: blocks=[…]."
-        )
-
-
-def structure(block: nn.Module) -> Any:
-    """Return the module types, parameter shapes and devices of a block, which are equal for blocks built alike."""
-    modules = tuple((name, type(module)) for name, module in block.named_modules())
-    return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
 def pre_ln_sites(
@@ -301,7 +210,7 @@ class _Replay:
         def note(name: str) -> _Hook:
             return lambda module, args, kwargs, output: ran.setdefault(name, []).append((args, kwargs, output))
 
-        with _hooks(m.register_forward_hook(note(name), with_kwargs=True) for name, m in leaves.items()):
+        with hooks(m.register_forward_hook(note(name), with_kwargs=True) for name, m in leaves.items()):
             self.call.on(self.block, self.x)
         found = {}
         for name, calls in ran.items():
@@ -335,7 +244,7 @@ class _Replay:
 
         handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
-        with _hooks(handles):
+        with hooks(handles):
             moved = self.call.on(self.block, x).detach().double() - x.double()
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
@@ -424,7 +333,7 @@ class _Replay:
                 readers[module] = None
 
         children = [child for child in self.block.children() if child is not self.norms[name]]
-        with _hooks(child.register_forward_pre_hook(note, with_kwargs=True) for child in children):
+        with hooks(child.register_forward_pre_hook(note, with_kwargs=True) for child in children):
             self.run(self.x, [name])
         return list(readers)
 

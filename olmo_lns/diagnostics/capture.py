@@ -21,6 +21,8 @@ Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
 #: Called with the 0-based block, the arguments of its call, and its output.
 Observer = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
+#: An :data:`Observer` that also takes the batch's mask of real tokens.
+MaskedObserver = Callable[[int, tuple[Any, ...], dict[str, Any], Any, torch.Tensor | None], None]
 #: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
@@ -134,13 +136,13 @@ def run(
 
 
 def run_observed(
-    model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: Any
+    model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: MaskedObserver
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Run the blocks as :func:`run` does; call ``seen`` like an :data:`Observer`, with the batch's mask added."""
+    """Run all blocks on every batch, observed by ``seen``; yield the ids and the mask after each run."""
     forward = forward_of(model, logits=False)
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with observe(blocks, lambda *call: seen(*call, mask)):
+        with observe(blocks, lambda block, args, kwargs, output: seen(block, args, kwargs, output, mask)):
             forward(ids, mask)
 
     return run(model, batches, device, watched)

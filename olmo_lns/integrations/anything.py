@@ -12,7 +12,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,98 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
+    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    after = probe.stream_of(output)
+    for place, value in places:
+        is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
+        if is_matrix and (after is None or after.shape == value.shape):
+            return probe.Call(tuple(args), dict(kwargs), place)
+    return None
+
+
+class Forward(NamedTuple):
+    """One forward of a model.
+
+    :param name: name of the list of blocks, ``""`` for given blocks. :param calls: the call of each block.
+    :param times: module -> the number of its runs.
+    """
+
+    name: str
+    blocks: list[nn.Module]
+    calls: list[probe.Call]
+    times: Mapping[nn.Module, int]
+
+
+def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Forward:
+    """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
+
+    :param run: runs one forward of the model.
+    :param blocks: the blocks, if they are known.
+    :raises LNSConfigError: no such list, or several.
+    """
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
+    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
+    parts = {block for each in lists.values() for block in each if any(block.children()) and list(block.parameters())}
+    lists = {name: each for name, each in lists.items() if each and parts.issuperset(each)}
+    if blocks is not None:
+        lists = {"": list(blocks)}
+    members = {block for each in lists.values() for block in each}
+    times: dict[nn.Module, int] = {}
+    calls: dict[nn.Module, probe.Call | None] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        times[module] = times.get(module, 0) + 1
+        if module in members:
+            calls[module] = _call(args, kwargs, output)
+
+    watched = members.union(each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule))
+    with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
+        run()
+    found: dict[str, list[probe.Call]] = {}
+    for name, each in lists.items():
+        whole = [call for block in each if times.get(block) == 1 and (call := calls[block])]
+        in_order = [block for block in calls if block in set(each)] == each
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if in_order and not inside and len(whole) == len(each) and len({call.stream.shape for call in whole}) == 1:
+            found[name] = whole
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise LNSConfigError(
+            f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
+            f"{names}. Give the blocks themselves: blocks=model.layers."
+        )
+    ((name, whole),) = found.items()
+    if blocks is None:
+        _require_all(model, name, lists[name], times)
+    return Forward(name, lists[name], whole, times)
+
+
+def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: Container[nn.Module]) -> None:
+    """Check the list of blocks. :raises LNSConfigError: a part of the list, or similar blocks ran outside of it."""
+    keys = [key for key, _ in model.get_submodule(name).named_children()]
+    if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
+        raise LNSConfigError(
+            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
+            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
+        )
+    kinds, inside = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
+    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
+    if besides := [at for at, module in alike.items() if module in ran and module not in inside]:
+        raise LNSConfigError(
+            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and similar blocks outside of it: "
+            f"{', '.join(besides)}; expected all in one list. Give all blocks in order: blocks=[…]."
+        )
+
+
+def structure(block: nn.Module) -> Any:
+    """Return the module types, parameter shapes and devices of a block, which are equal for blocks built alike."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
+
+
 def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
     """Find the sites of a model: run the model once, then one block of each structure repeatedly.
 
@@ -171,11 +263,11 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
     """
     blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
     with undisturbed(model):
-        ran = probe.find_blocks(model, run, blocks)
+        ran = find_blocks(model, run, blocks)
         kinds: dict[Any, probe.Found] = {}
         names, wrong = [], []
         for number, (block, call) in enumerate(zip(ran.blocks, ran.calls, strict=True), start=1):
-            kind = probe.structure(block)
+            kind = structure(block)
             kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}", like=kinds.get(kind))
             names.append(kinds[kind].names)
             times = {f"{name} of block {number}": ran.times.get(block.get_submodule(name), 0) for name in names[-1]}

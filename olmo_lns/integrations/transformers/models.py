@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from olmo_lns import probe, sites
+from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
@@ -295,6 +295,6 @@ def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
 def plain_initialization(model: Any) -> None:
     """Remove the depth factor from a fresh stock model. :raises LNSConfigError: its initialization is not known."""
     with anything.undisturbed(model):
-        blocks = probe.find_blocks(model, anything.forward(model, usual_example(model))).blocks
+        blocks = anything.find_blocks(model, anything.forward(model, usual_example(model))).blocks
     if drawn(model, blocks, plain=True) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that are not freshly drawn, or by another rule.")
