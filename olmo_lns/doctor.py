@@ -5,7 +5,6 @@ No framework is imported. A model is measured when it is built, whatever its fra
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import platform
@@ -18,6 +17,7 @@ from typing import Sequence
 from packaging.requirements import Requirement
 
 from olmo_lns import __version__, settings
+from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
 from olmo_lns.hook import autoload_active
 
@@ -108,9 +108,7 @@ def examine() -> tuple[list[str], list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report. Exit code 1: a setting cannot work, or a required extra is incomplete."""
-    parser = argparse.ArgumentParser(
-        prog="olmo-lns doctor", description="Check that LayerNorm Scaling can run here; list what is installed."
-    )
+    parser = Parser(prog="olmo-lns doctor", description="Check that LayerNorm Scaling can run here.")
     text = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras())}"
     parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras(), help=text)
     args = parser.parse_args(argv)

@@ -25,13 +25,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def degrade() -> None:
-    """Make standard output and error accept any text.
-
-    A character that the locale lacks becomes a question mark. A closed stream is ignored.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the shell; the next opened file must not reuse its descriptor
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif hasattr(stream, "reconfigure"):
+    """Make standard output and error print a question mark for a character that the locale lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

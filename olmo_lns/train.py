@@ -6,14 +6,13 @@ OLMo's wheel lacks the launcher. :func:`run` assembles the same parts in the sam
 from __future__ import annotations
 
 import argparse
-import gzip
 import logging
 import signal
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import Any, Iterator, Sequence, TextIO, cast
+from typing import Any, Iterator, Sequence, cast
 from unittest import mock
 
 import numpy as np
@@ -33,18 +32,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from olmo_lns import settings
+from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
 from olmo_lns.study import files
 
 log = logging.getLogger("olmo.lns.train")
-
-_EPILOG = """\
-One process needs neither torchrun nor a network; several:
-  torchrun --standalone --nproc-per-node=2 -m olmo_lns train config.yaml --distributed_strategy=ddp
-Ctrl-C saves a checkpoint after the current step; --try_load_latest_save continues from it.
-"""
 
 #: Types in train.pt and optim.pt besides tensors; ai2-olmo 0.6.0 loads the files with torch's ``weights_only=True``.
 _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
@@ -87,18 +81,9 @@ class LocalTrainer(Trainer):
         return super().check_if_cancelled()
 
 
-def _allocate(module: torch.nn.Module) -> None:
-    module.to_empty(device=get_default_device())
-
-
 def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
     """Wrap the model by ``cfg.distributed_strategy`` and draw its parameters."""
-    strategy = str(cfg.distributed_strategy)
-    if strategy == "single":
-        from olmo.torch_util import SingleAccelerator  # OLMo main only
-
-        return SingleAccelerator(model.to(device))
-    if strategy == "ddp":
+    if str(cfg.distributed_strategy) == "ddp":
         cfg.ddp = cfg.ddp or DDPConfig()
         wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=cfg.ddp.find_unused_params)
     else:
@@ -111,29 +96,20 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
             limit_all_gathers=True,
             device_id=device,
             # Storage only; reset_parameters below sets the values.
-            param_init_fn=_allocate,
+            param_init_fn=lambda module: module.to_empty(device=get_default_device()),
         )
     model.reset_parameters()
     return wrapped
 
 
 def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
-    """Return the checkpoint type: DDP and single save unsharded, at the sharded interval if only that is set."""
+    """Return the checkpoint type: DDP saves unsharded, at the sharded interval if only that is set."""
     if str(cfg.distributed_strategy) == "fsdp":
         return CheckpointType.sharded if cfg.save_num_checkpoints_to_keep != 0 else CheckpointType.unsharded
     cfg.save_interval_unsharded = cfg.save_interval_unsharded or cfg.save_interval
     if cfg.save_num_unsharded_checkpoints_to_keep == 0:
         cfg.save_num_unsharded_checkpoints_to_keep = cfg.save_num_checkpoints_to_keep
     return CheckpointType.unsharded
-
-
-def _indices_file(cfg: TrainConfig) -> TextIO | None:
-    if not cfg.save_data_indices:
-        return None
-    path = Path(cfg.save_folder) / f"data-indices/rank{get_global_rank()}.tsv.gz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A resumed run appends to the record of its data indices.
-    return cast(TextIO, gzip.open(path, "at" if cfg.try_load_latest_save else "wt"))
 
 
 def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
@@ -176,7 +152,6 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
                 train_loader=loader,
                 device=device,
                 evaluators=evaluators,
-                indices_file=_indices_file(cfg),
             )
         )
         # The first signal asks for a checkpoint and a clean end; the second acts at once.
@@ -258,8 +233,8 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
             raise LNSConfigError(f"data.paths: {path}: no such file; expected tokenised .npy memmaps")
     if (batch := cfg.global_train_batch_size) % ranks:
         raise LNSConfigError(f"global_train_batch_size {batch} is not a multiple of {ranks} ranks")
-    if strategy == "single" and ranks > 1:
-        raise LNSConfigError(f"distributed_strategy=single with {ranks} ranks: they would not synchronise; use ddp")
+    if strategy not in ("ddp", "fsdp"):
+        raise LNSConfigError(f"distributed_strategy={strategy}: expected ddp or fsdp")
     cfg.model.precision = cfg.precision
     cfg.device_train_batch_size = batch // ranks
     cfg.device_train_grad_accum = cfg.device_train_batch_size // cfg.device_train_microbatch_size
@@ -285,12 +260,11 @@ def _save_config(cfg: TrainConfig) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns train``. Exit code 130: a signal or a time limit ended the run early."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="olmo-lns train",
         usage="%(prog)s [-h] config [--key=value ...]",
-        description="Train an OLMo config with OLMo's Trainer, from the pip package alone.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train an OLMo config with OLMo's Trainer, from the pip package alone. Several processes: torchrun "
+        "-m olmo_lns train. Ctrl-C saves a checkpoint; --try_load_latest_save continues from it.",
     )
     parser.add_argument("config", help="OLMo training config (YAML), or the name of a pack file: 60M-lns")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as OLMo's own launcher")

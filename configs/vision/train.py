@@ -27,7 +27,7 @@ import transformers
 import yaml
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from olmo_lns.diagnostics.capture import first_tensor, observe
+from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.integrations.transformers import apply
 
@@ -167,9 +167,9 @@ def block_variance(model: Any, images: torch.Tensor) -> list[float]:
     """Variance over the channels of every block's output, mean over tokens and images."""
     blocks = model.dinov2.encoder.layer
     moments = Moments(len(blocks))
-    with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output))):
+    with observe(blocks, lambda block, call: moments.add(block, call.output)):
         model.eval()(pixel_values=images.to(model.device))
-    return moments.result().main
+    return moments.columns()["variance"]
 
 
 def main() -> None:

@@ -19,14 +19,14 @@ class Measure:
 
     :param title: title in help and reports. :param function: ``module:name`` below this package.
     :param column: the result's column for tables. :param shows: name and unit of the column.
-    :param tokens: default number of tokens, None for all. :param longest: default limit of the sequence length.
+    :param tokens: default number of tokens. :param longest: default limit of the sequence length.
     """
 
     title: str
     function: str
     column: str
     shows: str
-    tokens: int | None = 65_536
+    tokens: int = 65_536
     longest: int = 2048
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ MEASURES = {
     ),
     "jacobian": Measure(
         "Token-averaged Jacobian of every block", "gradients:block_jacobians",
-        "identity_distance", "distance of the Jacobian to the identity", None, 64,
+        "identity_distance", "distance of the Jacobian to the identity", longest=64,
     ),
     "gradnorm": Measure(
         "Gradient norm per layer and parameter kind", "gradients:gradient_norms",

@@ -12,12 +12,12 @@ just above 1 for nearly equal states, where arccos is NaN.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, not_finite, real_tokens, run_observed
+from olmo_lns.diagnostics.capture import Batches, run_observed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 
@@ -49,45 +49,18 @@ def angular_distance(
     The result's column ``d<n>`` has d(l, l + n) for block l, None if l + n is above L + 1; ``d1`` is the angle by which
     block l turns the residual stream.
 
-    :raises LNSError: no token, or states that are not finite (the message names the first such block).
+    :raises LNSError: no token, or states that are not finite (the message names the blocks).
 
     Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     count = len(blocks) + 1
-    states: list[torch.Tensor] = []
-    # For a state that is not finite, the angle with itself is NaN.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
-
-    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, _: Any) -> None:
-        states.append(block_input(args, kwargs))
-        if block == count - 2:
-            states.append(first_tensor(output))
-
-    for ids, mask in run_observed(model, blocks, batches, device, keep):
-        selected = real_tokens(ids, mask)
-        total = total + _sums(states, selected).cpu()
-        states.clear()
-        tokens += int(selected.sum())
-        if bool(total.diagonal().isnan().any()):
-            break
-    if bool((bad := total.diagonal().isnan()).any()):
-        first = int(bad.nonzero()[0])
-        where = f"block {first} is the first whose output" if first else "the input of block 1 (the embedding)"
-        raise not_finite(where)
+    for calls, mask in run_observed(model, blocks, batches, device):
+        states = [state.flatten(0, -2) for state in (*(call.input for call in calls), calls[-1].output)]
+        for chunk in mask.flatten().nonzero().squeeze(1).split(CHUNK):
+            total += pairwise_angles(torch.stack([state[chunk] for state in states], dim=1)).sum(dim=0).cpu()
+        tokens += int(mask.sum())
     mean = (total / tokens).tolist()
     columns = {f"d{n}": [mean[i][i + n] if i + n < count else None for i in range(count - 1)] for n in range(1, count)}
     return Measurement("angular", tokens, columns)
-
-
-@torch.no_grad()
-def _sums(states: Sequence[torch.Tensor], selected: torch.Tensor) -> torch.Tensor:
-    """Sum the angles of all pairs over the ``selected`` (batch, sequence) tokens.
-
-    :param states: (batch, sequence, d_model) each.
-    """
-    total = torch.zeros(len(states), len(states), dtype=torch.float64, device=states[0].device)
-    flat = [state.flatten(0, -2) for state in states]
-    for chunk in selected.flatten().nonzero().squeeze(1).split(CHUNK):
-        total += pairwise_angles(torch.stack([state[chunk] for state in flat], dim=1)).sum(dim=0)
-    return total

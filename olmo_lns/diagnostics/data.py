@@ -29,7 +29,6 @@ def read_batches(
     tokenizer: Callable[[], Any],
     batch_size: int = 8,
     max_tokens: int | None = None,
-    max_sequences: int | None = None,
     token_dtype: str = "uint16",
     text_field: str = "text",
 ) -> Iterator[dict[str, torch.Tensor]]:
@@ -48,7 +47,7 @@ def read_batches(
         chunks = _ids(path, token_dtype)
     else:
         chunks = _encoded(_texts(source, text_field), tokenizer(), separate=path.suffix in (*RECORDS, ""))
-    sequences = itertools.islice(_sequences(chunks, length, max_tokens), max_sequences)
+    sequences = _sequences(chunks, length, max_tokens)
     for number in itertools.count():
         if group := list(itertools.islice(sequences, batch_size)):
             yield _collate(group, vocabulary, source)

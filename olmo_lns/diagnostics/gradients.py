@@ -26,16 +26,7 @@ from typing import Any, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import (
-    Batches,
-    block_input,
-    evaluating,
-    first_tensor,
-    real_tokens,
-    run_observed,
-    token_loss,
-    unpack,
-)
+from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluated, run_observed, sequence_losses
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
@@ -65,33 +56,25 @@ def block_jacobians(
 
     :param rows: number of coordinates to sample; None: all up to a width of 256, else 128.
     :param seed: seed of the positions and the coordinates.
-    :raises LNSError: no token, or a Jacobian that is not finite (the message names the first such block).
+    :raises LNSError: no token, or a Jacobian that is not finite (the message names the blocks).
 
     Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).blocks["identity_distance"]``.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
-    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    coordinates, sums, tokens = torch.empty(0, dtype=torch.long), [torch.zeros(0)] * len(blocks), 0
-
-    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
-        calls[block] = (args, kwargs)
-
-    for ids, mask in run_observed(model, blocks, batches, device, keep):
-        real = real_tokens(ids, mask)
-        real = real[(kept := real.any(dim=1))]
-        positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
+    coordinates, total, tokens = torch.empty(0, dtype=torch.long), torch.zeros(()), 0
+    for calls, mask in run_observed(model, blocks, batches, device):
+        sequences = mask.any(dim=1).nonzero().squeeze(1)
+        positions = torch.multinomial(mask[sequences].double().cpu(), 1, generator=generator).squeeze(1)
         if not tokens:
-            coordinates = _coordinates(block_input(*calls[0]).shape[-1], rows, generator)
-        for index, block in enumerate(blocks):
-            rows_of_tokens = token_jacobian_rows(block, *calls[index], positions, coordinates, kept)
-            summed = rows_of_tokens.sum(dim=0).double().cpu()
-            if not bool(torch.isfinite(summed).all()):
-                raise LNSError(f"block {index + 1} is the first whose Jacobian holds NaN or infinity: try fp32 or bf16")
-            sums[index] = sums[index] + summed if tokens else summed
-        tokens += len(positions)
-        calls.clear()
-    return _summary([total / tokens for total in sums], coordinates, tokens)
+            coordinates = _coordinates(calls[0].input.shape[-1], rows, generator)
+        sums = [
+            token_jacobian_rows(block, call, sequences, positions.to(device), coordinates).sum(dim=0)
+            for block, call in zip(blocks, calls, strict=True)
+        ]
+        total = total + torch.stack(sums).double().cpu()
+        tokens += len(sequences)
+    return _summary(total / tokens, coordinates, tokens)
 
 
 def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
@@ -102,25 +85,18 @@ def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> to
 
 
 def token_jacobian_rows(
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    positions: torch.Tensor,
-    coordinates: torch.Tensor,
-    kept: torch.Tensor,
+    block: nn.Module, call: BlockCall, sequences: torch.Tensor, positions: torch.Tensor, coordinates: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rows ``coordinates`` of J_t for one position of each sequence.
+    """Return the rows ``coordinates`` of J_t for one position of each of some sequences.
 
-    :param args, kwargs: arguments of the block at the linearisation; its input is (batch, sequence, d).
-    :param positions: (sequences,) position t. :param kept: (batch,) mask of the sequences that count.
-    :returns: (sequences, rows, d), float32.
+    :param call: the call of the block at the linearisation; its input is (batch, sequence, d).
+    :param sequences, positions: indices of the tokens, as many of each.
+    :returns: (tokens, rows, d), float32.
     """
-    hidden = block_input(args, kwargs)
-    names = {name: value for name, value in kwargs.items() if value is not hidden}
-    at = (kept.nonzero().squeeze(1).to(hidden.device), positions.to(hidden.device))
+    at = (sequences, positions)
     with torch.enable_grad():
-        leaf = hidden[at].detach().clone().requires_grad_()
-        output = first_tensor(block(hidden.detach().index_put(at, leaf), *args[1:], **names))[at]
+        leaf = call.input[at].detach().clone().requires_grad_()
+        output = call.repeat(block, call.input.detach().index_put(at, leaf)).output[at]
         # One row at a time: hand-written backward passes (of the norm, of fused attention) cannot be vectorised.
         rows = [
             torch.autograd.grad(output[:, coordinate].sum(), leaf, retain_graph=True)[0].float()
@@ -129,8 +105,9 @@ def token_jacobian_rows(
     return torch.stack(rows, dim=1)
 
 
-def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Measurement:
-    rows, place = torch.stack(list(means)), torch.arange(len(coordinates))  # (blocks, rows, width)
+def _summary(rows: torch.Tensor, coordinates: torch.Tensor, tokens: int) -> Measurement:
+    """Return the result. :param rows: (blocks, rows, width), the averaged rows of J."""
+    place = torch.arange(len(coordinates))
     local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
     own, error = rows[:, place, coordinates], rows.clone()
     error[:, place, coordinates] -= 1  # |J_i|^2 - 2 J_ii + 1 would cancel near the identity
@@ -177,30 +154,26 @@ def gradient_norms(
     each kind, and each parameter by its name in the block; its details are the mean loss per token in nats, and the
     norms of the parameters ``outside`` the blocks. ``tokens`` counts predicted tokens.
 
-    :raises LNSError: no token to predict, or a loss or gradient that is not finite. The message names the deepest such
-        block, from which the backward pass carries the values to all earlier blocks.
+    :raises LNSError: no token to predict, or a loss or gradient that is not finite. The message names the blocks; the
+        backward pass carries the values from the last of them to the earlier ones.
 
     Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).blocks["total"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in named.items()}
-    loss_of = token_loss(model)
     total, tokens, scale = 0.0, 0, 0
     try:
         for parameter in named.values():
             parameter.grad = None
-        with evaluating(model), torch.enable_grad():
-            for batch in batches:
-                nll, valid = loss_of(*unpack(batch, device))
-                count = int(valid.sum())
+        with torch.enable_grad():
+            for ids, mask in evaluated(model, batches, device):
+                losses, counts = sequence_losses(model, ids, mask)
+                if not (count := int(counts.sum())):
+                    continue
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
-                summed = nll.masked_fill(~valid, 0).sum()
-                if not bool(torch.isfinite(summed)):
-                    raise LNSError("the loss is not finite: `olmo-lns analyze variance` names the first such block")
-                if count:
-                    (summed / scale).backward()
-                total, tokens = total + float(summed.detach()), tokens + count
+                (losses.sum() / scale).backward()
+                total, tokens = total + float(losses.detach().sum()), tokens + count
         if not tokens:
             raise LNSError("the data has no token to predict: give sequences of at least two tokens")
         norms = {
@@ -218,11 +191,6 @@ def _by_block(
 ) -> Measurement:
     names = {parameter: name for name, parameter in model.named_parameters() if name in norms}
     parameters = [{own: norms[names[p]] for own, p in block.named_parameters() if p in names} for block in blocks]
-    if bad := [i for i, own in enumerate(parameters, start=1) if not all(map(math.isfinite, own.values()))]:
-        raise LNSError(
-            f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity; the backward pass "
-            "carries the values to earlier blocks: try fp32 or bf16"
-        )
     columns: dict[str, list[Any]] = {"total": [math.hypot(*own.values()) for own in parameters]}
     for kind in (*PARTS, OTHER):
         parts = [[norm for name, norm in own.items() if kind_of(name) == kind] for own in parameters]

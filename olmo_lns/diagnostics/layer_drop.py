@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import Any, Iterator, Sequence
-from unittest import mock
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run, token_loss
+from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluated, observe, sequence_losses
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
@@ -27,23 +26,18 @@ def bypassed(block: nn.Module) -> Iterator[None]:
     """
     ran = False
 
-    def give_input(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def give_input(_: int, call: BlockCall) -> Any:
         nonlocal ran
         ran = True
-        first_tensor(output)  # raises for an unknown output
-        hidden = block_input(args, kwargs)
-        return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+        return call.input if call.output is call.returned else (call.input, *call.returned[1:])
 
-    handle = block.register_forward_hook(give_input, with_kwargs=True)
-    try:
-        with mock.patch.object(block, "_compiled_call_impl", None):  # compiled code ignores a later hook
-            yield
-    finally:
-        handle.remove()
+    with observe([block], give_input):
+        yield
     if not ran:
         raise LNSError("a block did not run on this data: give data that runs every block")
 
 
+@torch.no_grad()
 def drop_layers(
     model: nn.Module,
     blocks: Sequence[nn.Module] | None,
@@ -61,40 +55,26 @@ def drop_layers(
     Example: ``drop_layers(model, None, [torch.arange(64)[None]]).blocks["loss"]`` has one number per removed block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    loss = token_loss(model)
-    sums: list[torch.Tensor] = []  # losses by sequence, (models, sequences); and the sequences' numbers of tokens
-    counts: list[torch.Tensor] = []
-
-    def one_batch(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        nll, valid = loss(ids, mask)
-        rows = [_per_sequence(nll, valid)]
-        if not bool(torch.isfinite(rows[0]).all()):
-            raise LNSError("the whole model's loss is not finite: `olmo-lns analyze variance` names the block")
-        for number, block in enumerate(blocks, start=1):
+    losses: list[torch.Tensor] = []  # of each batch: (1 + blocks, sequences), the whole model first
+    counts: list[torch.Tensor] = []  # predicted tokens of each sequence
+    for ids, mask in evaluated(model, batches, device):
+        whole, count = sequence_losses(model, ids, mask)
+        rows = [whole]
+        for block in blocks:
             with bypassed(block):
-                rows.append(_per_sequence(*loss(ids, mask)))
-            if not bool(torch.isfinite(rows[-1]).all()):
-                raise LNSError(f"the loss without block {number} is not finite: try --dtype fp32 or bf16")
-        sums.append(torch.stack(rows))
-        counts.append(valid.sum(1).double().cpu())
-
-    for _ in run(model, batches, device, one_batch):
-        pass
-    count = torch.cat(counts)
+                rows.append(sequence_losses(model, ids, mask)[0])
+        losses.append(torch.stack(rows).double().cpu())
+        counts.append(count.double().cpu())
+    count, nll = torch.cat(counts), torch.cat(losses, dim=1)
     if not (tokens := int(count.sum())):
         raise LNSError("the data has no token to predict: give sequences of at least two tokens")
-    nll = torch.cat(sums, dim=1)
-    baseline, *losses = (nll.sum(1) / tokens).tolist()
+    baseline, *without = (nll.sum(1) / tokens).tolist()
     columns = {
-        "loss": losses,
-        "increase": [loss - baseline for loss in losses],
+        "loss": without,
+        "increase": [loss - baseline for loss in without],
         "increase_stderr": _paired_stderr(nll[1:] - nll[0], count),
     }
     return Measurement("layer-drop", tokens, columns, {"baseline_loss": baseline})
-
-
-def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    return nll.masked_fill(~valid, 0).sum(1).double().cpu()
 
 
 def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:

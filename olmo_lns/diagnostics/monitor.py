@@ -1,20 +1,21 @@
 """Layerwise output variance during OLMo training, for the paper's variance-through-training figure.
 
-``OLMO_LNS_MONITOR=every=100`` (or ``every=100,path=run1.csv``) on any OLMo launch writes a CSV file
-with one row per block every 100 steps. Other steps have no hooks. In a sampled step the hooks are active
-during the forward pass only; activation checkpointing's recomputation in the backward pass is not counted.
+``OLMO_LNS_MONITOR=every=100`` on any OLMo launch writes a CSV file in the save folder, with one row per block every 100
+steps. In a sampled step the blocks are observed during the forward pass only; activation checkpointing's recomputation
+in the backward pass is not counted.
 """
 
 from __future__ import annotations
 
 import csv
 import logging
+import math
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.diagnostics.capture import first_tensor, observe
+from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.errors import LNSConfigError
@@ -29,18 +30,15 @@ COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
 FILE_NAME = "lns_variance.csv"
 
 
-def parse_setting(value: str) -> tuple[int, str | None]:
-    """Parse ``"every=100,path=x.csv"`` into the steps between samples and the file (None: in the save folder).
+def parse_setting(value: str) -> int:
+    """Return the number of steps between two samples in ``"every=100"``.
 
-    :raises LNSConfigError: an unknown or repeated key, or ``every`` is not a whole number >= 1.
+    :raises LNSConfigError: another key, or not a whole number >= 1.
     """
-    items = [item.strip().partition("=") for item in value.split(",") if item.strip()]
-    found = {key: text for key, _, text in items}
-    every = found.pop("every", "100")
-    path = found.pop("path", None)
-    if found or path == "" or not every.isdecimal() or int(every) < 1 or len({key for key, *_ in items}) < len(items):
-        raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>[,path=<csv file>]")
-    return int(every), path
+    key, _, every = value.partition("=")
+    if key != "every" or not every.isdecimal() or int(every) < 1:
+        raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>")
+    return int(every)
 
 
 def register() -> None:
@@ -54,8 +52,7 @@ def register() -> None:
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any) -> Any:
         if value := read(MONITOR):
-            every, path = parse_setting(value)
-            Monitor(self, every, Path(path or Path(self.cfg.save_folder) / FILE_NAME))
+            Monitor(self, parse_setting(value), Path(self.cfg.save_folder) / FILE_NAME)
         return fit(self)
 
     return wrapped
@@ -65,7 +62,7 @@ class Monitor:
     """Sample the blocks of an ``olmo.train.Trainer`` every so many steps, from its ``fit()`` on.
 
     :raises LNSError: the model's blocks are not found.
-    :raises LNSConfigError: the file cannot be written, or is not a file of the monitor.
+    :raises LNSConfigError: the file is not a file of the monitor.
     """
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
@@ -94,26 +91,26 @@ class Monitor:
         return metrics
 
     def _forward(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        moments = self._moments
+        moments, mask = self._moments, batch.get("attention_mask")
         if moments is None:
             return self._model_forward(batch, *args, **kwargs)
-        mask = batch["attention_mask"].bool() if batch.get("attention_mask") is not None else None
+        real = mask.bool() if mask is not None else None
         blocks = find_blocks(self._trainer.model)
-        with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
+        with observe(blocks, lambda block, call: moments.add(block, call.output, real)):
             return self._model_forward(batch, *args, **kwargs)
 
     def _write(self, step: int, moments: Moments) -> None:
         moments.pool_ranks()
         if not self._writes:
             return
-        if bad := moments.first_bad_block():
-            log.warning("step %d: block %d is the first whose output is not finite", step, bad)
-        found = moments.result(check=False)
+        columns = moments.columns()
+        rows = list(zip(columns["variance"], columns["rms"], columns["max"], strict=True))
+        if bad := [block for block, row in enumerate(rows, start=1) if not math.isfinite(row[0])]:
+            log.warning("step %d: block %d is the first whose output is not finite", step, bad[0])
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            columns = (found.blocks[name] for name in ("variance", "rms", "max"))
-            for block, numbers in enumerate(zip(*columns, strict=True), start=1):
-                writer.writerow((step, block, *(f"{value:.6g}" for value in numbers), found.tokens))
+            for block, row in enumerate(rows, start=1):
+                writer.writerow((step, block, *(f"{value:.6g}" for value in row), moments.tokens))
 
 
 def start_file(path: Path, step: int) -> None:
@@ -128,5 +125,3 @@ def start_file(path: Path, step: int) -> None:
         write_whole(path, "\n".join(lines) + "\n")
     except ValueError as error:  # a step that is not a number, a file that is not text
         raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
-    except OSError as error:
-        raise LNSConfigError(f"{MONITOR}: {path} cannot be written: {error.strerror}") from None

@@ -1,23 +1,50 @@
-"""Figures from results: labels and units on every axis, 1-based layers, colour-blind safe."""
+"""Figures from results: heat maps, and lines over the blocks; labels and units on every axis."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.schemes import parse
 from olmo_lns.study.arms import ARMS, Arm
-from olmo_lns.text import write_whole
 
-#: Maximum number of Jacobian heat maps side by side.
-SHOWN_BLOCKS = 6
+#: Maximum number of heat maps side by side.
+COLUMNS = 6
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
 WIDE = 20
+
+
+class Line(NamedTuple):
+    """A line plot over the blocks. :param error: column of the standard errors, ``""`` for none."""
+
+    column: str
+    label: str
+    error: str = ""
+
+
+#: Diagnostic -> its line plots; a column that no result has is left out.
+LINES = {
+    "variance": [
+        Line("variance", "output variance\n(mean over tokens)"),
+        Line("max", "largest |activation|"),
+    ],
+    "angular": [Line("d1", "d(l, l+1)  [fraction of π]")],
+    "layer-drop": [Line("increase", "loss increase [nats/token]", "increase_stderr")],
+    "jacobian": [
+        Line("identity_distance", "distance to identity\n|J - I| / |I|"),
+        Line("diagonal_dominance", "diagonal dominance\n(1 = diagonal)"),
+    ],
+    "gradnorm": [
+        Line("total", "gradient norm of the block\n[nats/token per unit]"),
+        Line("norm", "of its norms"),
+        Line("attention", "of attention"),
+        Line("mlp", "of the MLP"),
+    ],
+}
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -25,47 +52,32 @@ def new_figure(width: float, height: float) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A fixed salt and no date make SVG files reproducible. With shorter handles, dashes look alike.
-    matplotlib.rcParams.update({"svg.hashsalt": "olmo-lns", "legend.handlelength": 3.5})
+    # With shorter handles, dashes look alike.
+    matplotlib.rcParams.update({"legend.handlelength": 3.5, "legend.frameon": False, "lines.markersize": 4})
     matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
-    matplotlib.rcParams.update({"lines.markersize": 4, "legend.frameon": False})
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write PNG or SVG, by the suffix of ``path``, by rename."""
-    content, kind = io.BytesIO(), path.suffix[1:]
-    figure.savefig(
-        content, format=kind, bbox_inches="tight", dpi=200, metadata={"Date": None} if kind == "svg" else None
-    )
-    return write_whole(path, content.getvalue())
-
-
-def draw(results: Sequence[Measurement]) -> Any:
-    """Draw one diagnostic of one or several models."""
-    return FIGURES[results[0].what](results)
+    """Write a figure in the format of the suffix."""
+    figure.savefig(path, bbox_inches="tight", dpi=200)
+    return path
 
 
 def arm_of(result: Measurement) -> Arm | None:
-    """Return a model's arm in the study's table: by its label, else by its scheme and initialization."""
-    scheme, drawn = parse(result.settings.get("scheme", "preln")), result.settings.get("initialization", "plain")
-    for arm in ARMS.values():
-        if result.label in (arm.name, arm.label):
-            return arm
-    return next((a for a in ARMS.values() if (a.scheme, a.initialization, a.init_fn) == (scheme, drawn, "")), None)
+    """Return a model's arm in the study's table: by its label, else by its scheme."""
+    scheme = parse(result.settings.get("scheme", "preln"))
+    named = [arm for arm in ARMS.values() if result.label in (arm.name, arm.label)]
+    alike = [arm for arm in ARMS.values() if (arm.scheme, arm.initialization) == (scheme, "plain")]
+    return next(iter(named + alike), None)
 
 
 def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return the styles of models: the colour of the arm (Pre-LN's without an arm), dash and marker of the model."""
-    arms = [arm_of(result) or ARMS["preln"] for result in results]
-    lines = list(ARMS.values())
-    found = []
-    for number, arm in enumerate(arms):
-        shape = lines[(lines.index(arm) + arms[:number].count(arm)) % len(lines)]
-        # Models that all have the same arm also differ in colour.
-        colour = shape if len(set(a.name for a in arms)) == 1 else arm
-        found.append({"color": colour.colour, "linestyle": shape.line, "marker": shape.marker})
-    return found
+    """Return the styles of models: those of their arms, or the first of the table if arms are unknown or repeated."""
+    arms = [arm_of(result) for result in results]
+    if None in arms or len(set(arms)) < len(arms):
+        arms = [list(ARMS.values())[number % len(ARMS)] for number in range(len(results))]
+    return [{"color": arm.colour, "linestyle": arm.line, "marker": arm.marker} for arm in arms if arm]
 
 
 def block_axis(axis: Any, blocks: int) -> None:
@@ -76,127 +88,64 @@ def block_axis(axis: Any, blocks: int) -> None:
     axis.set_xlim(0.5, blocks + 0.5)
 
 
-def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str) -> None:
-    lines = [[math.nan if v is None else v for v in result.blocks.get(column, [math.nan])] for result in results]
-    for style, result, y in zip(styles(results), results, lines, strict=True):
-        axis.plot(range(1, len(y) + 1), y, label=result.label, **style)
-    block_axis(axis, max(map(len, lines)))
-    axis.set_ylabel(label)
-    known = [value for line in lines for value in line if not math.isnan(value)]
-    wide = min(known) > 0 and max(known) > WIDE * min(known)
-    axis.set_yscale("log") if wide else axis.set_ylim(bottom=0)
-
-
-def _legend(figure: Any, axis: Any) -> Any:
-    """Add a legend below the figure, of the figure's width; the figure grows by the legend's height."""
-    handles, labels = axis.get_legend_handles_labels()
-    whole = figure.figure
-    columns = max(1, min(4, len(labels), int(15 * whole.get_figwidth() / (8 + max(map(len, labels))))))
-    whole.set_figheight(whole.get_figheight() + 0.17 * (math.ceil(len(labels) / columns) - 1))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+def draw(results: Sequence[Measurement]) -> Any:
+    """Draw one diagnostic of one or several models: its heat maps above its line plots."""
+    maps = [each for result in results for each in heat_maps(result)]
+    tasks = {name: task["metric"] for result in results for name, task in result.details.get("tasks", {}).items()}
+    lines = [line for line in LINES[results[0].what] if any(line.column in result.blocks for result in results)]
+    lines += [Line(f"{name}:drop", f"drop of {metric} on {name}", f"{name}:stderr") for name, metric in tasks.items()]
+    rows = math.ceil(len(maps) / COLUMNS)
+    figure = lower = new_figure(max(4 * len(lines), 2 * min(COLUMNS, len(maps))), 3 + 2.2 * rows)
+    if maps:
+        upper, lower = figure.subfigures(2, 1, height_ratios=[2.2 * rows, 3])
+        _draw_maps(upper, maps, rows, angles=results[0].what == "angular")
+    axes = lower.subplots(1, len(lines), squeeze=False)[0]
+    for axis, line in zip(axes, lines, strict=True):
+        _draw_line(axis, results, line)
+    lower.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(3, len(results)))
     return figure
 
 
-def _variance(results: Sequence[Measurement]) -> Any:
-    figure = new_figure(8, 3)
-    axes = figure.subplots(1, 2)
-    _lines(axes[0], results, "variance", "output variance\n(mean over tokens)")
-    _lines(axes[1], results, "max", "largest |activation|")
-    return _legend(figure, axes[0])
+def heat_maps(result: Measurement) -> list[tuple[str, np.ndarray]]:
+    """Return titles and values: the angles of all pairs, the Jacobians of some blocks, or nothing."""
+    if result.what == "angular":
+        return [(result.label, np.array(list(result.blocks.values()), dtype=float))]
+    maps = result.details.get("heat_maps", [])
+    shown = sorted({round(place) for place in np.linspace(0, len(maps) - 1, COLUMNS)}) if maps else []
+    return [(f"{result.label}\nblock {index + 1}", np.array(maps[index])) for index in shown]
 
 
-def _angular(results: Sequence[Measurement]) -> Any:
-    grids = [np.array(list(result.blocks.values()), dtype=float) for result in results]
-    # One scale for all models, up to their largest distance, since most distances are far below 1.
-    low, high = min(map(np.nanmin, grids)), max(map(np.nanmax, grids))
-    figure = new_figure(3 * (len(results) + 1) + 0.6, 3)
-    *maps, last = figure.subplots(1, len(results) + 1, squeeze=False)[0]
-    for axis, result, grid in zip(maps, results, grids, strict=True):
-        extent = (0.5, len(grid) + 0.5, 0.5, len(grid) + 0.5)
-        image = axis.imshow(grid, origin="lower", extent=extent, vmin=low, vmax=high, cmap="cividis")
-        axis.set_title(f"{result.label}")
+def _draw_maps(figure: Any, maps: Sequence[tuple[str, np.ndarray]], rows: int, *, angles: bool) -> None:
+    """Draw the heat maps with one colour scale. Most angles are far below 1, most entries of J below its diagonal's."""
+    from matplotlib.colors import Normalize, SymLogNorm
+
+    axes = figure.subplots(rows, min(COLUMNS, len(maps)), squeeze=False)
+    if angles:
+        scale, colours = Normalize(0, max(np.nanmax(grid) for _, grid in maps)), "cividis"
+    else:
+        scale, colours = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10), "PuOr"
+    for axis in axes.flat[len(maps) :]:
+        axis.set_axis_off()
+    for axis, (title, grid) in zip(axes.flat, maps, strict=False):
+        place = (0.5, len(grid) + 0.5) * 2
+        image = axis.imshow(grid, norm=scale, cmap=colours, origin="lower" if angles else "upper", extent=place)
         axis.grid(False)
-        block_axis(axis, len(grid))
-        axis.set_yticks(axis.get_xticks())
-        axis.set(xlabel="state l (input of block l)", ylabel="n (blocks between)")
-    figure.colorbar(image, ax=maps, label="d(l, l+n)  [fraction of π]")
-    _lines(last, results, "d1", "d(l, l+1)  [fraction of π]")
-    return _legend(figure, last)
+        if angles:
+            block_axis(axis, len(grid))
+            axis.set(title=title, yticks=axis.get_xticks(), ylabel="n of d(l, l+n)")
+        else:
+            axis.set(title=title, xticks=[], yticks=[])
+    figure.colorbar(image, ax=list(axes.flat), label="fraction of π" if angles else "entry of J (symmetric log)")
 
 
-def _layer_drop(results: Sequence[Measurement]) -> Any:
-    """Draw block 1 on its own axis: its removal costs so much that the other blocks would look alike."""
-    shown = {"increase": ("increase_stderr", "loss increase [nats/token]")}
-    for result in results:
-        for task, scores in result.details.get("tasks", {}).items():
-            shown[f"{task}:drop"] = (f"{task}:stderr", f"drop of {scores['metric']} on {task}")
-    figure = new_figure(5 * len(shown), 3)
-    axes = figure.subplots(1, 2 * len(shown), squeeze=False, width_ratios=[1, 5] * len(shown))[0]
-    blocks = max(len(result.main) for result in results)
-    for (column, (error, label)), first, others in zip(shown.items(), axes[::2], axes[1::2], strict=True):
-        for style, result in zip(styles(results), results, strict=True):
-            if column in result.blocks:
-                _errorbar(first, result, column, error, slice(0, 1), style)
-                _errorbar(others, result, column, error, slice(1, None), style)
-        for axis in (first, others):
-            axis.axhline(0, color="black", linewidth=0.6)
-        block_axis(others, blocks)
-        first.set(xlim=(0.5, 1.5), xticks=[1], ylabel=label)
-        others.set(xlabel="removed block l", xlim=(1.5, blocks + 0.5))
-    return _legend(figure, axes[1])
-
-
-def _errorbar(axis: Any, result: Measurement, column: str, error: str, part: slice, style: dict[str, Any]) -> None:
-    y, errors = result.blocks[column], result.blocks[error]
-    known = None if None in errors else errors[part]
-    axis.errorbar(range(1, len(y) + 1)[part], y[part], yerr=known, capsize=2, label=result.label, **style)
-
-
-def _jacobian(results: Sequence[Measurement]) -> Any:
-    from matplotlib.colors import SymLogNorm
-
-    # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would be invisible on a linear scale.
-    scale = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10)
-    shown = []
-    for result in results:
-        count = len(result.main)
-        shown.append(sorted({round(i) for i in np.linspace(0, count - 1, min(count, SHOWN_BLOCKS))}))
-    columns = max(2, *map(len, shown))
-    figure = new_figure(1.7 * columns + 0.8, 1.9 * len(results) + 2.8)
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.9 * len(results), 2.8])
-    axes = top.subplots(len(results), columns, squeeze=False)
-    for row, result, blocks in zip(axes, results, shown, strict=True):
-        for axis in row[len(blocks) :]:
-            axis.set_axis_off()
-        for axis, block in zip(row, blocks, strict=False):
-            image = axis.imshow(result.details["heat_maps"][block], norm=scale, cmap="PuOr", interpolation="nearest")
-            axis.set(title=f"block {block + 1}", xticks=[], yticks=[])
-            axis.grid(False)
-        row[0].set_ylabel(f"{result.label}\n({result.details['method']})")
-    top.colorbar(image, ax=list(axes.flat), label="entry of J (symmetric log)", shrink=0.8)
-    distance, dominance = bottom.subplots(1, 2)
-    _lines(distance, results, "identity_distance", "distance to identity\n|J - I| / |I|")
-    _lines(dominance, results, "diagonal_dominance", "diagonal dominance\n(1 = diagonal)")
-    dominance.set(yscale="linear", ylim=(0, 1))
-    _legend(bottom, distance)
-    return figure
-
-
-def _gradnorm(results: Sequence[Measurement]) -> Any:
-    kinds = [kind for kind in ("total", "norm", "attention", "mlp", "other") if any(kind in r.blocks for r in results)]
-    figure = new_figure(2.7 * len(kinds), 2.7)
-    axes = figure.subplots(1, len(kinds), squeeze=False)[0]
-    for axis, kind in zip(axes, kinds, strict=True):
-        _lines(axis, results, kind, "" if kind != "total" else "gradient norm\n[nats/token per unit]")
-        axis.set_title("whole block" if kind == "total" else kind)
-    return _legend(figure, axes[0])
-
-
-#: Name of a diagnostic -> the function that draws its figure.
-FIGURES: dict[str, Callable[[Sequence[Measurement]], Any]] = {
-    "variance": _variance,
-    "angular": _angular,
-    "layer-drop": _layer_drop,
-    "jacobian": _jacobian,
-    "gradnorm": _gradnorm,
-}
+def _draw_line(axis: Any, results: Sequence[Measurement], line: Line) -> None:
+    for style, result in zip(styles(results), results, strict=True):
+        y = result.blocks.get(line.column, [None] * len(result.main))
+        errors = result.blocks.get(line.error)
+        known = errors if errors and None not in errors else None
+        axis.errorbar(range(1, len(y) + 1), np.array(y, float), yerr=known, capsize=2, label=result.label, **style)
+    block_axis(axis, max(len(result.main) for result in results))
+    axis.set_ylabel(line.label)
+    values = [value for result in results for value in result.blocks.get(line.column, []) if value is not None]
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        axis.set_yscale("log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Version of the file layout.
-FORMAT = 2
 #: Settings that change the numbers; a difference between compared models is logged.
 MATTERS = ("sequence_length", "dtype", "seed")
 
@@ -32,6 +31,7 @@ class Measurement:
     :param blocks: column -> a number for every block, block 1 first; None for a block without one.
     :param details: other results, as JSON values.
     :param label: name of the model in figures and tables. :param settings: dtype, device and so on, as used.
+    :raises LNSError: a number that is not finite; the message names its column and blocks.
 
     Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is the variance of block 1.
     """
@@ -44,6 +44,17 @@ class Measurement:
     model: str = ""
     data: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        scalars = {name: [value] for name, value in self.details.items() if isinstance(value, float)}
+        for name, column in {**self.blocks, **scalars}.items():
+            bad = [str(n) for n, value in enumerate(column, start=1) if value is not None and not math.isfinite(value)]
+            if bad:
+                where = f" of block {', '.join(bad)}" if name in self.blocks else ""
+                raise LNSError(
+                    f"{self.what}: {name}{where} is NaN or infinite, expected a finite number: check the checkpoint "
+                    "and the dtype (fp16 overflows earlier than bf16 and fp32)"
+                )
 
     @property
     def main(self) -> list[float]:
@@ -59,24 +70,20 @@ class Measurement:
         return pandas.DataFrame(numbers).assign(**scalars, tokens=self.tokens)
 
     def write(self, path: Path) -> list[Path]:
-        """Write ``path`` (JSON) and the same table as CSV beside it; return both paths.
-
-        :raises OSError: the folder cannot be created or written.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, **asdict(self)}, allow_nan=False)
-        return [write_whole(path, text + "\n"), write_csv(path.with_suffix(".csv"), self.frame())]
+        """Write ``path`` (JSON) and the same table as CSV beside it; return both paths."""
+        table = self.frame().to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        return [
+            write_whole(path, json.dumps(asdict(self), allow_nan=False) + "\n"),
+            write_whole(path.with_suffix(".csv"), table),
+        ]
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
-        """Read a result file. :raises LNSError: another version, or an incomplete file."""
+        """Read a result file. :raises LNSError: not a result file, or an incomplete one."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if (found := content.pop("format")) != FORMAT:
-                raise ValueError(f"expected format {FORMAT}, found {found}: measure the model again")
-            result = cls(**content)
-            result.frame(), [float(value) for value in result.main], result.settings.get("dtype")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            result = cls(**json.loads(path.read_text(encoding="utf-8")))
+            result.frame()
+        except (KeyError, TypeError, ValueError) as error:
             raise LNSError(f"{path}: not a complete result file of `olmo-lns analyze`: {error}") from None
         return result
 
@@ -87,16 +94,12 @@ def check_writable(path: Path, *suffixes: str) -> None:
     :raises LNSError: another suffix, a folder of this name, or no permission.
     :raises OSError: the parent folder cannot be created.
     """
-    if path.suffix not in suffixes or path.is_dir():
-        raise LNSError(f"{path} cannot be written: expected a file that ends in {' or '.join(suffixes)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise LNSError(f"{path} cannot be written: no permission")
-
-
-def write_csv(path: Path, frame: pandas.DataFrame) -> Path:
-    """Write a table with floats at 6 significant digits."""
-    return write_whole(path, frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    if path.suffix not in suffixes or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise LNSError(
+            f"{path} cannot be written: expected a file that ends in {' or '.join(suffixes)}, in a folder that you may "
+            "write to"
+        )
 
 
 def read_results(paths: Sequence[Path]) -> list[Measurement]:
@@ -115,10 +118,14 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
     for name, found in values.items():
         if any(value != found[0] for value in found):
             log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))
-    labels = [result.label for result in results]
-    if len(set(labels)) < len(labels):
-        labels = [os.fsencode(path).decode(errors="replace") for path in paths]
-    return [replace(result, label=label) for label, result in zip(labels, results, strict=True)]
+    if len({result.label for result in results}) < len(results):
+        return [replace(result, label=printable(path)) for path, result in zip(paths, results, strict=True)]
+    return results
+
+
+def printable(path: str | Path) -> str:
+    """Return a path as text that UTF-8 can encode, as pandas and JSON need it."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -1,17 +1,12 @@
-"""Find the transformer blocks of a model, and a function that runs the model."""
+"""Find the transformer blocks of a model."""
 
 from __future__ import annotations
 
-from typing import Any, Callable
-
-import torch
 from torch import nn
 
 from olmo_lns.errors import LNSError
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-#: A function of token ids and mask.
-Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
 
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
@@ -42,31 +37,3 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     if len(members) < 2:
         raise LNSError(f"{type(model).__name__}: found {len(members)} blocks, expected at least 2 to compare")
     return members
-
-
-def forward_of(model: nn.Module, *, logits: bool) -> Forward:
-    """Return a function that runs all blocks on token ids and mask.
-
-    :param logits: return logits, (batch, sequence, vocabulary); else the head is skipped if the model allows it.
-    :raises LNSError: when the function runs: no logits, or a mask for OLMo-core's model, which takes none.
-    """
-    target: Any = model
-    how: dict[str, Any] = {}
-    takes_mask = not (isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"))
-    if not takes_mask:  # OLMo-core
-        how = {} if logits else {"logits_to_keep": 1}
-    elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
-        how = {} if logits else {"last_logits_only": True}
-    elif hasattr(model, "base_model"):  # transformers
-        target, how = model if logits else model.base_model, {"use_cache": False}
-
-    def forward(ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        if mask is not None and not takes_mask:
-            raise LNSError("OLMo-core's models take no attention mask: give sequences of one length")
-        output = target(ids, **how) if mask is None else target(ids, attention_mask=mask, **how)
-        found = getattr(output, "logits", output)
-        if logits and not isinstance(found, torch.Tensor):
-            raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")
-        return found
-
-    return forward

@@ -13,7 +13,7 @@ from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError, one_line
 
 if TYPE_CHECKING:
-    from olmo_lns.diagnostics.loading import LoadedModel
+    from olmo_lns.export.open import Opened
 
 #: Metrics by preference; the first that a task reports is read.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
@@ -94,21 +94,21 @@ def with_tasks(result: Measurement, scores: Scores) -> Measurement:
     return replace(result, blocks=columns, details={**result.details, "tasks": scores})
 
 
-def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
-    """Return lm-eval's model around a loaded one.
+def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
+    """Return lm-eval's model around an opened one.
 
     :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
     """
     from transformers import PreTrainedModel
 
-    if not isinstance(loaded.model, PreTrainedModel):
+    if not isinstance(opened.model, PreTrainedModel):
         raise LNSError("--tasks: lm-eval runs Hugging Face models: `olmo-lns export CHECKPOINT FOLDER` makes one first")
     if tokenizer.eos_token_id is None:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     from lm_eval.models.huggingface import HFLM
 
-    options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.embedding.weight.device)}
+    options = {"batch_size": batch_size, "max_length": opened.max_length, "device": str(opened.model.device)}
     try:
-        return HFLM(pretrained=loaded.model, tokenizer=tokenizer, backend="causal", **options)
+        return HFLM(pretrained=opened.model, tokenizer=tokenizer, backend="causal", **options)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import DTYPES, at_least
+from olmo_lns.arguments import DTYPES, Parser, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import FORMATS, HF, MEGATRON
 from olmo_lns.schemes import parse
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _export_parser() -> argparse.ArgumentParser:
     about = "Fold the factor into the weights, for software without this package."
-    parser = argparse.ArgumentParser("olmo-lns export", description=about, epilog=_EXPORT, formatter_class=_RAW)
+    parser = Parser("olmo-lns export", description=about, epilog=_EXPORT, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers")
     add("output", help="folder to create; must not exist")
@@ -82,7 +82,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 def verify(argv: Sequence[str]) -> int:
     """Run ``olmo-lns verify``. Exit code 0: the export computes what the checkpoint computes; 1: it doesn't."""
-    parser = argparse.ArgumentParser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
+    parser = Parser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", type=Path, help="the LNS checkpoint")
     add("export", type=Path, help="the folder that olmo-lns export made of it")

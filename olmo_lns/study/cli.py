@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import at_least
+from olmo_lns.arguments import Parser, at_least
 from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="olmo-lns study", description="Compare arms over sizes, rates and seeds, from one description."
     )
     commands = parser.add_subparsers(required=True, metavar="plan|launch|collect|report")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import fcntl
 import json
@@ -16,6 +15,7 @@ from typing import Any, Hashable, Iterator, Mapping, Sequence
 import yaml
 
 import olmo_lns
+from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, LNSError, did_you_mean
 
 #: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
@@ -185,7 +185,7 @@ def pack_copy(name: str, out: Path) -> Path:
 
 def config(argv: Sequence[str] | None = None) -> int:
     """Run ``olmo-lns config list`` or ``copy NAME``."""
-    parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
+    parser = Parser(prog="olmo-lns config", description="List and copy the configs of the package.")
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("list", help="the files of the pack")
     copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study'")

@@ -67,5 +67,14 @@ def test_a_loss_that_is_not_finite_and_a_block_that_did_not_run_are_refused():
     model = Toy([Linear(next(matrices(1))), Ones(), OnlyOnes()])
     with pytest.raises(LNSError, match="a block did not run on this data"), bypassed(model.stack[0]):
         pass
-    with pytest.raises(LNSError, match="the loss without block 2 is not finite"):
+    with pytest.raises(LNSError, match="loss of block 2 is NaN or infinite"):
         drop_layers(model, list(model.stack), [ids()])
+
+
+def test_a_compiled_block_is_removed_too():
+    made, tokens = list(matrices(3, size=1.0)), ids()
+    model = Toy([Linear(m) for m in made])
+    expected = drop_layers(model, None, [tokens])
+    for block in model.stack:
+        block.compile(backend="eager")
+    assert drop_layers(model, None, [tokens]).blocks == expected.blocks

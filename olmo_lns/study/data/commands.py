@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Sequence
 
+from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
@@ -21,7 +22,7 @@ def _path(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``olmo-lns data``. :returns: 1 if a checked file has a problem, or the data are smaller than the budget."""
-    parser = argparse.ArgumentParser(prog="olmo-lns data", description="Make and check tokenised training data.")
+    parser = Parser(prog="olmo-lns data", description="Make and check tokenised training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(
         "check", help="check dtype, size, vocabulary range and number of tokens; exit code 1 for a problem"

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Mapping, Sequence
 from unittest import mock
 
+from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
@@ -126,7 +127,7 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the flags of a config."""
-    parser = argparse.ArgumentParser(prog="olmo-lns megatron-args", description="Print the Megatron flags of a config.")
+    parser = Parser(prog="olmo-lns megatron-args", description="Print the Megatron flags of a config.")
     parser.add_argument("config", help="a file, or a name of the pack: 60M-lns")
     parser.add_argument("--one-per-line", action="store_true")
     args, explicit = parser.parse_known_args(argv)
