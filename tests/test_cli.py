@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -14,20 +13,14 @@ from olmo_lns.errors import LNSConfigError
 def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
     import olmo_lns.doctor
 
-    errors = [
-        LNSConfigError("found 3, expected 4: do this"),
-        KeyboardInterrupt(),
-        RecursionError(),
-        ModuleNotFoundError("No module named 'nowhere'", name="nowhere"),
-        ValueError("a fault"),
-    ]
-    monkeypatch.setattr(olmo_lns.doctor, "main", mock.Mock(side_effect=errors))
-    assert [cli.main(["doctor"]) for _ in range(3)] == [1, 130, 1]
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "olmo-lns doctor: found 3, expected 4: do this"
-    assert second.endswith("interrupted") and third.endswith("nested too deeply or contains itself")
-    for kind in (ModuleNotFoundError, ValueError):  # a module of a command without an extra is a fault
-        with pytest.raises(kind):
+    errors = [LNSConfigError("found 3, expected 4: do this"), KeyboardInterrupt()]
+    faults = [ModuleNotFoundError("No module named 'nowhere'", name="nowhere"), ValueError("a fault")]
+    monkeypatch.setattr(olmo_lns.doctor, "main", mock.Mock(side_effect=errors + faults))
+    assert [cli.main(["doctor"]) for _ in errors] == [1, 130]
+    expected = ["olmo-lns doctor: found 3, expected 4: do this", "olmo-lns doctor: interrupted"]
+    assert capsys.readouterr().err.splitlines() == expected
+    for fault in faults:  # a module of a command without an extra is a fault
+        with pytest.raises(type(fault)):
             cli.main(["doctor"])
 
 
@@ -98,24 +91,17 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     assert done.returncode == 0 and "7B" in done.stdout, done.stderr
 
 
-def test_a_target_that_cannot_be_written_is_named(capsys):
-    assert cli.main(["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"]) == 1
-    err = capsys.readouterr().err
-    assert "/dev/null" in err and err.count("\n") == 1, err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["analyze", "varience"], "(did you mean 'variance'?)"),
-        (["analyze", "gradnorm", "--model", "x", "--data", "y", "--tokes", "5"], "(did you mean '--tokens'?)"),
-        (["demo", "--step", "5", "--lyers=3"], "(did you mean '--layers'?)"),
-        (["doctor", "--require", "megatrn"], "(did you mean 'megatron'?)"),
-        (["demo", "--steps", "0"], "expected a whole number >= 1, found '0'"),
+        (["analyze", "varience"], "invalid choice: 'varience' (choose from"),
+        (["analyze", "gradnorm", "--model", "x", "--data", "y", "--tokes", "5"], "unrecognized arguments: --tokes 5"),
+        (["analyze", "variance", "--model", "x", "--data", "y", "--tokens", "0"], "a whole number >= 1, found '0'"),
+        (["study", "launch", "paper", "--gpus", "0"], "expected a whole number >= 1, found '0'"),
         (["analyze", "variance"], "required: --model, --data"),
     ],
 )
-def test_wrong_usage_is_two_lines_with_the_nearest_name(words, said, capsys):
+def test_wrong_usage_is_two_lines(words, said, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     first, second, *rest = capsys.readouterr().err.splitlines()
@@ -128,43 +114,19 @@ def test_wrong_usage_is_two_lines_with_the_nearest_name(words, said, capsys):
         (["analyse"], 2, "(did you mean 'analyze'?)"),
         (["study", "plan", "paper", "--only", "13B"], 1, "(did you mean '1B'?)"),
         (["train", "61M-lns"], 1, "(did you mean '60M-lns'?)"),
+        (["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"], 1, "/dev/null"),
     ],
 )
-def test_a_misspelt_command_size_or_config_is_one_line_with_the_nearest(words, code, said, capsys):
+def test_an_error_is_one_line_with_the_nearest_name_or_the_file(words, code, said, capsys):
     assert cli.main(words) == code
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_path):
-    """A byte of a path that is no UTF-8, in an error, and as what tells two results of one label apart in a table."""
-    assert shell(f"{OLMO_LNS} $'no-\\xff'", PYTHONIOENCODING=encoding).stderr.startswith(b"olmo_lns: no script 'no-")
-    content = {"format": 2, "what": "variance", "tokens": 4, "blocks": {"variance": [1, 2]}, "label": "√"}
-    for name in (b"\xff.json", "Ж.json".encode()):
-        (tmp_path / os.fsdecode(name)).write_text(json.dumps(content))
-    words = "analyze compare *.json --table table.csv"
-    done = shell(f"cd {tmp_path} && {OLMO_LNS} {words}", PYTHONIOENCODING=encoding, LC_ALL="C.UTF-8")
-    assert done.returncode == 0 and b"Written: table.csv" in done.stdout, done.stderr
-    written = (tmp_path / "table.csv").read_text(encoding="utf-8")
-    assert "Ж.json" in written and "\ufffd.json" in written
-
-
-@pytest.mark.parametrize(
-    ("words", "where", "code"),
-    [
-        ("config list", ">&-", 0),
-        ("--help", "2>&- >&-", 0),
-        ("--help", "> /dev/full", 1),
-        ("config list", "> /dev/full", 1),
-        ("analyse", "2>&-", 2),  # its only line has no place to go
-        ("doctor", ">&- <&-", 0),
-        ("config list", "| head -c 1", 0),
-    ],
-)
-def test_a_standard_output_that_is_closed_full_or_left_is_no_traceback(words, where, code):
-    done = shell(f"{OLMO_LNS} {words} {where}")
-    assert done.returncode == code and b"Traceback" not in done.stderr and b"Exception" not in done.stderr, done.stderr
+def test_names_that_no_locale_can_print_are_printed_and_a_closed_pipe_is_no_traceback():
+    done = shell(f"{OLMO_LNS} analyze compare $'\\xff\u0436'", PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and done.stderr.startswith(b"olmo-lns analyze: ??"), done.stderr
+    assert b"Traceback" not in shell(f"{OLMO_LNS} config list | head -c 1").stderr
 
 
 def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support import forked
 
 from olmo_lns import cli
@@ -36,8 +37,7 @@ def commands():
         for words in re.findall(r"(?:^|do |; )olmo-lns ([^;|&]+)", line)
     ]
     assert len(found) > 30, "the pages' shell blocks were not found"
-    helps = [line for command in cli.COMMANDS.values() for line in command.examples if "megatron-args" not in line]
-    return found + [("help", line.removeprefix("olmo-lns ")) for line in helps]
+    return found
 
 
 class _Parsed(Exception):
@@ -69,8 +69,11 @@ def trained(tmp_path_factory):
     """A folder as the guides assume it: runs/lns/step1000, its unsharded copy, held-out tokens and our configs."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     work = tmp_path_factory.mktemp("guide")
-    small = ["--arms", "lns", "--layers", "2", "--steps", "4", "--out", "made"]
-    subprocess.run([sys.executable, "-m", "olmo_lns", "demo", *small], cwd=work, check=True, capture_output=True)
+    size = {"max_duration": 4, "scheduler.t_warmup": 1, "model.n_layers": 2}
+    small = {"name": "small", "config": "demo-base.yaml", "data": "demo", "sizes": {"a": size}, "arms": ["lns"]}
+    (work / "small.yaml").write_text(yaml.safe_dump(small))
+    command = [sys.executable, "-m", "olmo_lns", "demo", "small.yaml", "--out", "made"]
+    subprocess.run(command, cwd=work, check=True, capture_output=True)
     (checkpoint,) = work.glob("made/*-lns-*/step4-unsharded")
     for name in ("step1000", "step1000-unsharded"):
         shutil.copytree(checkpoint, work / "runs" / "lns" / name)

@@ -30,7 +30,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def options(what):
-    return ["--sequence-length", 16, "--batch-size", 4, "--quiet", *(["--sequences", 4] * (what == "jacobian"))]
+    return ["--sequence-length", 16, "--batch-size", 4, *(["--sequences", 4] * (what == "jacobian"))]
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,10 @@ def test_results_are_read_back_and_compared_in_tables_and_figures(what, results,
     assert result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
     rows = pandas.read_csv(files[0].with_suffix(".csv"))
     assert list(rows["block"]) == [1, 2, 3, 4] and list(rows) == list(result.frame())
-    assert analyze("compare", *files, "-o", "x.png", "-o", "x.svg", "-o", "again.svg", "--table", "x.csv") == 0
+    assert analyze("compare", *files, "-o", "x.png") == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["olmo", "llama"] in printed and ["1", f"{result.main[0]:.4g}", f"{other.main[0]:.4g}"] in printed
-    assert Path("x.png").read_bytes()[:4] == b"\x89PNG" and Path("x.svg").read_text().startswith("<?xml")
-    assert Path("x.svg").read_bytes() == Path("again.svg").read_bytes()
-    assert list(pandas.read_csv("x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
+    assert Path("x.png").stat().st_size > 10_000
 
 
 def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama_folder, token_file, tmp_path):
@@ -82,23 +80,21 @@ def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 
-def test_figures_show_what_was_measured_with_block_1_apart_and_an_arm_in_its_colour(results):
+def test_figures_show_what_was_measured_in_the_colours_of_the_arms(results):
     angular, drop = (
         [Measurement.read(results[what, n]) for n in ("olmo", "llama")] for what in ("angular", "layer-drop")
     )
     axes = plots.draw(angular).axes
     maps = [image for axis in axes for image in axis.images]
     values = [value for result in angular for column in result.blocks.values() for value in column if value is not None]
-    assert {image.get_clim() for image in maps} == {(min(values), max(values))}
+    assert {image.get_clim() for image in maps} == {(0, max(values))}
     for image, result in zip(maps, angular, strict=True):
         assert image.get_array()[2, 0] == result.blocks["d3"][0]
-    assert [list(line.get_ydata()) for line in axes[2].lines] == [result.main for result in angular]
-    first, others = plots.draw(drop).axes
-    for result, one, rest in zip(drop, first.containers, others.containers, strict=True):
-        assert [*one.lines[0].get_ydata(), *rest.lines[0].get_ydata()] == result.main
-    assert list(one.lines[0].get_xdata()) == [1] and rest.lines[0].get_xdata()[0] == 2
-    colours = [container.lines[0].get_color() for container in others.containers]
-    assert colours == [ARMS["lns"].colour, ARMS["preln"].colour]
+    lines = [container.lines[0] for container in axes[-1].containers]
+    assert [list(line.get_ydata()) for line in lines] == [result.main for result in angular]
+    assert [line.get_color() for line in lines] == [ARMS["lns"].colour, ARMS["preln"].colour]
+    (axis,) = plots.draw(drop).axes
+    assert [list(container.lines[0].get_ydata()) for container in axis.containers] == [each.main for each in drop]
 
 
 def accuracy(logits, documents):
@@ -118,7 +114,7 @@ def test_task_scores_with_each_block_removed_equal_those_of_the_logits(
 ):
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    words = ["--data", token_file, "--tasks", "local_words", "--task-path", task_folder, "--quiet"]
+    words = ["--data", token_file, "--tasks", "local_words", "--task-path", task_folder]
     assert analyze("layer-drop", "--model", llama_folder, "-o", "drop.json", "--plot", "x.png", *words) == 0
     result = Measurement.read(tmp_path / "drop.json")
     scores, model = result.details["tasks"]["local_words"], huggingface("llama")
@@ -146,27 +142,26 @@ def fails(capsys, *arguments):
 
 def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_folder, olmo_folder, token_file):
     def message(model, *words, what="variance"):
-        return fails(capsys, what, "--model", model, "--data", token_file, "--quiet", "--device", "cpu", *words)
+        return fails(capsys, what, "--model", model, "--data", token_file, "--device", "cpu", *words)
 
     model = huggingface("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "nan")
-    for what in ("variance", "angular", "jacobian"):
-        assert "block 2 is the first whose" in message(tmp_path / "nan", what=what)
+    for what in ("variance", "jacobian"):
+        assert "of block 2, 3 is NaN or infinite" in message(tmp_path / "nan", what=what)
     assert "the model takes at most 64" in message(llama_folder, "--sequence-length", 65)
     assert "says scheme lns, --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
+    assert "There is no such folder: no/such/model" in message("./no/such/model")
     (tmp_path / "x.txt").write_text("w4 w5")
     words = "--data", tmp_path / "x.txt", "--tokenizer", "no/such"
     assert "no tokenizer could be loaded" in message(llama_folder, *words)
 
 
 def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(capsys, tmp_path, results, monkeypatch):
-    (tmp_path / "folder.json").mkdir()
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
     for words, said in (
         (("-o", "x.csv"), "expected a file that ends in .json"),
-        (("-o", "folder.json"), "expected a file that ends in .json"),
         (("--plot", "x.jpg"), "expected a file that ends in .png or .svg"),
         ((), "no such file: missing.npy"),
     ):
@@ -176,7 +171,7 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(ca
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
     assert "expected one diagnostic" in fails(capsys, "compare", *mixed)
     content = json.loads(results["variance", "olmo"].read_text())
-    for change in ({"format": 1}, {"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
+    for change in ({"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
         (tmp_path / "part.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(LNSError, match="not a complete result file"):
             Measurement.read(tmp_path / "part.json")
