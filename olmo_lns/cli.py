@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import warnings
 from typing import NamedTuple, Sequence
@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name != "doctor":  # doctor reports unknown settings itself
             settings.check()
-        module, _, function = command.run.partition(":")
-        code: int = getattr(importlib.import_module(f"olmo_lns.{module}"), function)(rest)
+        code: int = pkgutil.resolve_name(f"olmo_lns.{command.run}")(rest)
         print(end="", flush=True)
         return code
     except BrokenPipeError:  # `olmo-lns config list | head` closes the pipe

@@ -47,11 +47,6 @@ def installed(extra: str) -> str | None:
     return str(place)
 
 
-def extras() -> list[str]:
-    """The extras of this package, in the order of its metadata."""
-    return importlib.metadata.metadata("olmo-lns").get_all("Provides-Extra") or []
-
-
 def lacking(extra: str) -> str:
     """Return the missing packages of an extra, with the command that installs them; ``""`` if none is missing."""
     checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
@@ -109,8 +104,9 @@ def examine() -> tuple[list[str], list[str]]:
 def main(argv: Sequence[str]) -> int:
     """Print the report. Exit code 1: a setting cannot work, or a required extra is incomplete."""
     parser = Parser(prog="olmo-lns doctor", description="Check that LayerNorm Scaling can run here.")
-    text = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras())}"
-    parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras(), help=text)
+    extras = importlib.metadata.metadata("olmo-lns").get_all("Provides-Extra") or []
+    text = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras)}"
+    parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras, help=text)
     args = parser.parse_args(argv)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about absent optional parts

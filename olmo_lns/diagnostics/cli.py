@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import math
+import pkgutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -92,10 +93,10 @@ def measure(args: argparse.Namespace) -> int:
     result = _measure(args)
     written = result.write(output)
     if args.plot:
-        written.append(_drawn([result], args.plot))
+        from olmo_lns.diagnostics import plots
+
+        written.append(plots.save(plots.draw([result]), args.plot))
     print(table([result]))
-    if args.what == "jacobian":
-        print(f"\n{result.details['method']}: {result.details['rows']} of {result.details['width']} rows")
     print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
     return 0
 
@@ -146,7 +147,8 @@ def _measure(args: argparse.Namespace) -> Measurement:
         count = math.ceil(tokens / (length * args.batch_size))
         batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
     own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
-    result: Measurement = MEASURES[args.what].run(model, blocks, batches, device, **own)
+    function = pkgutil.resolve_name(f"olmo_lns.diagnostics.{MEASURES[args.what].function}")
+    result: Measurement = function(model, blocks, batches, device, **own)
     settings = {"device": device, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **own}
     settings |= {"sequence_length": length, "batch_size": args.batch_size, "scheme": str(opened.scheme)}
     found = with_tasks(result, scores) if scores else result
@@ -163,12 +165,6 @@ def vocabulary_of(model: Any) -> int:
     return size if isinstance(size, int) else max(rows)
 
 
-def _drawn(results: Sequence[Measurement], path: Path) -> Path:
-    from olmo_lns.diagnostics import plots
-
-    return plots.save(plots.draw(results), path)
-
-
 def compare(args: argparse.Namespace) -> int:
     """Run ``olmo-lns analyze compare``: show one or more results in one figure and table."""
     from olmo_lns.diagnostics.results import check_writable, read_results, table
@@ -178,5 +174,7 @@ def compare(args: argparse.Namespace) -> int:
     results = read_results(args.results)
     print(table(results))
     if args.output:
-        print(f"\nWritten: {_drawn(results, args.output)}")
+        from olmo_lns.diagnostics import plots
+
+        print(f"\nWritten: {plots.save(plots.draw(results), args.output)}")
     return 0

@@ -39,7 +39,7 @@ def read_batches(
     :param length: tokens of a sequence. :param tokenizer: called once, only when there is text.
     :param max_tokens: token limit, to which the last sequence is cut; None reads everything.
     :param token_dtype: dtype of raw token files (OLMo's). :param text_field: field of JSON lines and data sets.
-    :raises LNSError: no such data, no token, or an id outside ``vocabulary``.
+    :raises LNSError: no such data, or an id outside ``vocabulary``.
     """
     check_source(source)
     path = Path(source)
@@ -48,13 +48,8 @@ def read_batches(
     else:
         chunks = _encoded(_texts(source, text_field), tokenizer(), separate=path.suffix in (*RECORDS, ""))
     sequences = _sequences(chunks, length, max_tokens)
-    for number in itertools.count():
-        if group := list(itertools.islice(sequences, batch_size)):
-            yield _collate(group, vocabulary, source)
-        elif number:
-            return
-        else:
-            raise LNSError(f"{source} has no token: give a file or data set with at least one sequence")
+    while group := list(itertools.islice(sequences, batch_size)):
+        yield _collate(group, vocabulary, source)
 
 
 def check_source(source: str) -> None:
@@ -117,8 +112,7 @@ def _texts(source: str, field: str) -> Iterator[str]:
                 while block := file.readlines(BLOCK):
                     yield "".join(block)
             return
-        records = enumerate(_json_lines(path) if path.is_file() else _data_set(source), start=1)
-        for number, record in records:
+        for number, record in enumerate(_records(source), start=1):
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 found = sorted(record) if isinstance(record, dict) else type(record).__name__
@@ -128,23 +122,16 @@ def _texts(source: str, field: str) -> Iterator[str]:
         raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                if line.strip():
-                    yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON ({error})") from None
-
-
-def _data_set(source: str) -> Iterable[Any]:
+def _records(source: str) -> Iterator[Any]:
+    if Path(source).is_file():
+        with open(source, "rb") as file:
+            yield from (json.loads(line) for line in file if line.strip())
+        return
     import datasets
 
     name, _, split = source.partition(":")
     name, _, config = name.partition(",")
-    found: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    return found
+    yield from datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
 def _encoded(texts: Iterable[str], tokenizer: Any, *, separate: bool) -> Iterator[np.ndarray]:

@@ -7,7 +7,6 @@ in the backward pass is not counted.
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 from pathlib import Path
@@ -81,7 +80,6 @@ class Monitor:
         step = self._trainer.global_step  # fit() increments it before the step
         if step % self.every:
             return self._train_step(*args, **kwargs)
-        # Found for each sample, since FSDP and block groups may be wrapped between samples.
         self._moments = Moments(len(find_blocks(self._trainer.model)))
         try:
             metrics = self._train_step(*args, **kwargs)
@@ -91,12 +89,12 @@ class Monitor:
         return metrics
 
     def _forward(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        moments, mask = self._moments, batch.get("attention_mask")
-        if moments is None:
+        if (moments := self._moments) is None:
             return self._model_forward(batch, *args, **kwargs)
-        real = mask.bool() if mask is not None else None
+        mask = batch.get("attention_mask")
+        # Found for each sample, since FSDP and block groups may be wrapped between samples.
         blocks = find_blocks(self._trainer.model)
-        with observe(blocks, lambda block, call: moments.add(block, call.output, real)):
+        with observe(blocks, lambda block, call: moments.add(block, call.output, mask)):
             return self._model_forward(batch, *args, **kwargs)
 
     def _write(self, step: int, moments: Moments) -> None:
@@ -107,10 +105,10 @@ class Monitor:
         rows = list(zip(columns["variance"], columns["rms"], columns["max"], strict=True))
         if bad := [block for block, row in enumerate(rows, start=1) if not math.isfinite(row[0])]:
             log.warning("step %d: block %d is the first whose output is not finite", step, bad[0])
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
+        with self.path.open("a", encoding="utf-8") as file:
             for block, row in enumerate(rows, start=1):
-                writer.writerow((step, block, *(f"{value:.6g}" for value in row), moments.tokens))
+                numbers = ",".join(f"{value:.6g}" for value in row)
+                file.write(f"{step},{block},{numbers},{moments.tokens}\n")
 
 
 def start_file(path: Path, step: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
-from olmo_lns.errors import LNSError, one_line
+from olmo_lns.errors import LNSError
 
 if TYPE_CHECKING:
     from olmo_lns.export.open import Opened
@@ -36,7 +36,7 @@ def score_tasks(
     :param lm: lm-eval's model, for example from :func:`harness_model`. :param blocks: the model's blocks, in order.
     :param include_path: folder with the user's task files. :param limit: examples per task, None for all.
     :returns: scores by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
-    :raises LNSError: a task is unknown, its data cannot be had, or it reports no number.
+    :raises LNSError: a task is unknown, or it reports no number. :raises OSError: its data cannot be loaded.
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
     """
@@ -54,13 +54,7 @@ def score_tasks(
     @torch.no_grad()
     def evaluate() -> dict[str, dict[str, Any]]:
         how = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
-        try:
-            found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
-        except OSError as error:  # a data set that is neither cached nor reachable
-            raise LNSError(
-                f"--tasks {','.join(tasks)}: the data of the tasks cannot be loaded ({one_line(error)}): run once "
-                "with a network, or give --task-path with tasks whose files are local"
-            ) from error
+        found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
         return found
 
     runs = [evaluate()]
@@ -97,7 +91,7 @@ def with_tasks(result: Measurement, scores: Scores) -> Measurement:
 def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
     """Return lm-eval's model around an opened one.
 
-    :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
+    :raises LNSError: not a Hugging Face model, or the tokenizer has no end-of-text token.
     """
     from transformers import PreTrainedModel
 
@@ -108,7 +102,4 @@ def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     options = {"batch_size": batch_size, "max_length": opened.max_length, "device": str(opened.model.device)}
-    try:
-        return HFLM(pretrained=opened.model, tokenizer=tokenizer, backend="causal", **options)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
+    return HFLM(pretrained=opened.model, tokenizer=tokenizer, backend="causal", **options)

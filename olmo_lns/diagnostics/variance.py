@@ -40,11 +40,11 @@ class Moments:
 
     @torch.no_grad()
     def add(self, block: int, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add a block's output: (batch, sequence, d_model), any floating dtype; mask True = real token, None = all."""
+        """Add a block's output: (batch, sequence, d_model), any floating dtype; in the mask 0 is padding."""
         self._sums, self._largest = self._sums.to(hidden.device), self._largest.to(hidden.device)
         tokens = hidden.detach().flatten(0, -2)
         if mask is not None:
-            tokens = tokens[mask.to(hidden.device).flatten()]
+            tokens = tokens[mask.to(hidden.device).flatten().bool()]
         if not tokens.numel():
             return
         tokens = tokens.float()

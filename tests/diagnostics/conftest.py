@@ -20,18 +20,14 @@ def tokenizer_file(tmp_path_factory):
     return path
 
 
-def save_huggingface(folder, tokenizer_file, kind, **changes):
-    from transformers import PreTrainedTokenizerFast
-
-    huggingface(kind, **changes).save_pretrained(folder)
-    special = dict(pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]", mask_token="[MASK]")
-    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), **special).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory, tokenizer_file):
-    return save_huggingface(tmp_path_factory.mktemp("models") / "llama", tokenizer_file, "llama")
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    huggingface("llama").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="[EOS]").save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -55,16 +51,23 @@ def task_folder(tmp_path_factory):
     """Write a local lm-evaluation-harness task that asks which of two words comes next."""
     evaluator = pytest.importorskip("lm_eval.evaluator")
     folder = tmp_path_factory.mktemp("tasks")
-    rng = np.random.default_rng(0)
+    numbers = np.random.default_rng(0).integers(4, 97, (24, 8)).tolist()
     documents = [
-        {"question": " ".join(f"w{i}" for i in rng.integers(4, 97, 6)), "choices": [f"w{a}", f"w{b}"], "answer": int(c)}
-        for a, b, c in zip(rng.integers(4, 50, 24), rng.integers(50, 97, 24), rng.integers(0, 2, 24), strict=True)
+        {"question": " ".join(f"w{i}" for i in row[:6]), "choices": [f"w{i}" for i in row[6:]], "answer": row[0] % 2}
+        for row in numbers
     ]
     (folder / "words.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    task = {"task": "local_words", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
-    task["dataset_kwargs"] = {"data_files": {"test": str(folder / "words.jsonl")}}
-    task |= {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-    task |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+    task = {
+        "task": "local_words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "words.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
     (folder / "words.yaml").write_text(yaml.safe_dump(task))
     with pytest.MonkeyPatch.context() as patched:
         # After every evaluation the harness runs `pip list` to describe the machine: no test reads it.
