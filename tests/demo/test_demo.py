@@ -91,16 +91,3 @@ def test_each_arm_has_the_best_rate_of_the_evidence(name, tokens):
     for run in Study.load(name).runs:
         best = min((row for row in rows if row["arm"] == run.arm), key=lambda row: float(row["heldout"]))
         assert float(best["learning_rate"]) == run.overrides["optimizer.learning_rate"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("WORLD_SIZE", "2", "the demo runs in one process: found WORLD_SIZE=2"),
-        ("OLMO_LNS_INITIALIZATION", "upstream", "OLMO_LNS_INITIALIZATION=upstream"),
-    ],
-)
-def test_a_demo_that_cannot_run_is_refused_before_it_writes(name, value, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(name, value)
-    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()

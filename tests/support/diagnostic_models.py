@@ -41,8 +41,7 @@ def huggingface(kind, seed=0, **changes):
 
     model_class, config_class, arguments = ARCHITECTURES[kind]
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**arguments, **changes}))
-    return grown(model)
+    return grown(getattr(transformers, model_class)(getattr(transformers, config_class)(**{**arguments, **changes})))
 
 
 def grown(model):
@@ -56,13 +55,6 @@ def grown(model):
 
 def ids(batch=3, length=12, vocabulary=VOCABULARY, seed=1):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-class Identity(nn.Module):
-    """A block that does nothing."""
-
-    def forward(self, x):
-        return x
 
 
 class Linear(nn.Module):
