@@ -81,8 +81,8 @@ def train(study: Study, out: Path, lock: int) -> None:
             task = bar.add_task("starting", total=sum(run.shape.steps for run in todo))
             while any(process.poll() is None for process in processes):
                 time.sleep(0.5)
-                done = {run.arm: curve_so_far(run, out).last for run in todo}
-                where = ", ".join(f"{arm} {step}" for arm, step in done.items())
+                done = {run.name: curve_so_far(run, out).last for run in todo}
+                where = ", ".join(f"{name} {step}" for name, step in done.items())
                 bar.update(task, completed=sum(done.values()), description=where)
     finally:
         for process in processes:  # after Ctrl-C each saves a checkpoint
@@ -178,7 +178,9 @@ def main(argv: Sequence[str]) -> int:
     import olmo  # noqa: F401
 
     out, study = args.out, Study.load(args.study)
-    print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; reading text, loading OLMo ...")
+    if study.data != "demo":
+        raise LNSConfigError(f"{study.path}: expected a description with data: demo, found {study.data}")
+    print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
     files.make_folder(out)
     os.environ.update(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C

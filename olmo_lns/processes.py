@@ -25,8 +25,7 @@ def one_process(what: str) -> None:
 def process_group() -> Iterator[torch.device]:
     """Open a process group from torchrun's environment, or of this process alone, without port or network.
 
-    Yields the device of this process: CUDA number ``LOCAL_RANK``, or the CPU if there is no CUDA. A group that exists
-    already is used and kept.
+    Yields the device of this process: CUDA number ``LOCAL_RANK``, or the CPU if there is no CUDA.
     """
     import torch
     import torch.distributed as dist
@@ -38,10 +37,6 @@ def process_group() -> Iterator[torch.device]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    device = torch.device("cuda" if cuda else "cpu")
-    if dist.is_initialized():
-        yield device
-        return
     backend = "nccl" if cuda else "gloo"
     world = os.environ.get("WORLD_SIZE", "")
     if world and ("RANK" in os.environ or world != "1"):  # torch's error names the missing variable
@@ -49,6 +44,6 @@ def process_group() -> Iterator[torch.device]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield device
+        yield torch.device("cuda" if cuda else "cpu")
     finally:
         dist.destroy_process_group()

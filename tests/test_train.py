@@ -1,17 +1,15 @@
 """``olmo-lns train`` runs the Trainer of the pip package, here on a CPU; a resumed run is the same to the bit."""
 
-import os
 import signal
 
 import numpy as np
 import pytest
 import torch
+from support import training
 from support.launch import environment, torchrun, write_config
 
 from olmo_lns import cli
 from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.processes import process_group
-from olmo_lns.train import LocalTrainer, load_config, prepare, run
 
 DURATION = 6
 MONITOR = "lns_variance.csv"
@@ -23,21 +21,10 @@ def config_file(folder, **changes):
     return write_config(folder, **(defaults | changes))
 
 
-def train(folder, *overrides, signal_at=None, **changes):
-    """Train, with a SIGINT to this process at step ``signal_at``; return the result and the loss of each step."""
-    config, losses, step = load_config(config_file(folder, **changes), overrides), {}, LocalTrainer.train_step
-
-    def train_step(trainer, *args, **kwargs):
-        metrics = step(trainer, *args, **kwargs)
-        losses[trainer.global_step] = trainer.cur_train_loss
-        if trainer.global_step == signal_at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return metrics
-
-    with process_group() as device, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LocalTrainer, "train_step", train_step)
-        prepare(config, device)
-        return run(config, device), losses
+def train(folder, *overrides, signal_at=None):
+    """Train; return the result and the loss of each step."""
+    done = training.train(config_file(folder), *overrides, signal_at=signal_at)
+    return done.result, done.losses
 
 
 @pytest.fixture(scope="module")

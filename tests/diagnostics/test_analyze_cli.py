@@ -73,20 +73,14 @@ def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama
 
 
 def test_figures_show_what_was_measured_in_the_colours_of_the_arms(results):
-    angular, drop = (
-        [Measurement.read(results[what, n]) for n in ("olmo", "llama")] for what in ("angular", "layer-drop")
-    )
-    axes = plots.draw(angular).axes
-    maps = [image for axis in axes for image in axis.images]
-    values = [value for result in angular for column in result.blocks.values() for value in column if value is not None]
-    assert {image.get_clim() for image in maps} == {(0, max(values))}
-    for image, result in zip(maps, angular, strict=True):
-        assert image.get_array()[2, 0] == result.blocks["d3"][0]
-    lines = [container.lines[0] for container in axes[-1].containers]
-    assert [list(line.get_ydata()) for line in lines] == [result.main for result in angular]
-    assert [line.get_color() for line in lines] == [ARMS["lns"].colour, ARMS["preln"].colour]
-    (axis,) = plots.draw(drop).axes
-    assert [list(container.lines[0].get_ydata()) for container in axis.containers] == [each.main for each in drop]
+    for what in ("angular", "layer-drop"):
+        measured = [Measurement.read(results[what, name]) for name in ("olmo", "llama")]
+        axes = plots.draw(measured).axes
+        lines = [container.lines[0] for container in axes[-1].containers]
+        assert [list(line.get_ydata()) for line in lines] == [result.main for result in measured]
+        assert [line.get_color() for line in lines] == [ARMS["lns"].colour, ARMS["preln"].colour]
+        for axis, result in zip([axis for axis in axes if axis.images], measured, strict=False):
+            assert axis.images[0].get_array()[2, 0] == result.blocks["d3"][0]
 
 
 def accuracy(logits, documents):

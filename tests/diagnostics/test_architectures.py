@@ -46,7 +46,10 @@ def test_every_diagnostic_runs(kind):
     drop, gradients = drop_layers(*common), gradient_norms(*common)
     assert all(abs(increase) > 1e-6 for increase in drop.main) and all(n > 0 for n in gradients.main)
     assert gradients.details["loss"] == pytest.approx(drop.details["baseline_loss"], rel=1e-5)
-    # The norms of the first OLMo have no parameters.
     names = [name for name, _ in blocks[0].named_parameters()]
-    assert {kind_of(name) for name in names} | {"norm"} == {"norm", "attention", "mlp"}
+    kinds = {"norm", "attention", "mlp"} - ({"norm"} if kind == "olmo" else set())  # its norms have no parameters
+    assert gradients.blocks.keys() == {"total", *kinds, *names}
+    for parts in (kinds, names):
+        squares = [np.square(gradients.blocks[name]) for name in parts]
+        np.testing.assert_allclose(np.sum(squares, axis=0), np.square(gradients.main), rtol=1e-6)
     assert all(kind_of(name) == "norm" for name in names if "norm" in name.lower() or "ln_" in name)

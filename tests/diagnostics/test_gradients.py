@@ -79,16 +79,6 @@ def test_gradient_norms_with_padding_and_several_batches_equal_fp64_of_one_loss(
     assert result.tokens == 8 + 4 + 1 + 6
 
 
-def test_norms_of_parts_add_up():
-    model = huggingface("qwen3")
-    result = gradient_norms(model, None, [ids()])
-    parameters = dict(model.model.layers[0].named_parameters())
-    assert set(result.blocks) == {"total", "norm", "attention", "mlp", *parameters}
-    for names in (("norm", "attention", "mlp"), parameters):
-        squares = [np.square(result.blocks[name]) for name in names]
-        np.testing.assert_allclose(np.sum(squares, axis=0), np.square(result.main), rtol=1e-6)
-
-
 def test_a_gradient_that_is_not_finite_is_refused_with_its_blocks():
     """The loss is finite; the gradient becomes infinite in block 2, and the backward pass carries it to block 1."""
     model = huggingface("llama")

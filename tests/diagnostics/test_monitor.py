@@ -7,38 +7,17 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from olmo.train import Trainer
 from support import launch
 from support.diagnostic_models import Linear, Toy, ids, matrices
 from support.olmo_models import reference_states
+from support.training import train
 
-from olmo_lns import train
 from olmo_lns.diagnostics.monitor import COLUMNS, Monitor, parse_setting
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.processes import process_group
 
 
 def read(path):
     return pandas.read_csv(path).to_dict("records")
-
-
-def run(config, patched):
-    """Train; return step -> (the model, its batch, the weights before it), and the losses."""
-    seen, losses, step = {}, [], Trainer.train_step
-
-    def train_step(trainer, batch, **kwargs):
-        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        seen[trainer.global_step] = (trainer.model, batch["input_ids"].clone(), weights)
-        metrics = step(trainer, batch, **kwargs)
-        losses.append(trainer.cur_train_loss)
-        return metrics
-
-    cfg = train.load_config(str(config))
-    with process_group() as device, patched.context() as context:
-        context.setattr(Trainer, "train_step", train_step)
-        train.prepare(cfg, device)
-        train.run(cfg, device)
-    return seen, losses
 
 
 VARIANTS = {
@@ -53,19 +32,18 @@ def test_rows_equal_the_fp64_formula_and_training_is_the_same_to_the_bit(variant
     changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **VARIANTS[variant]}
     config = launch.write_config(tmp_path, **changes)
     monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
-    plain, losses = run(config, monkeypatch)
+    plain = train(config)
     monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
-    seen, same = run(config, monkeypatch)
-    assert same == losses
-    for name, value in seen[4][2].items():
-        assert torch.equal(value, plain[4][2][name])
+    watched = train(config)
+    assert watched.losses == plain.losses
+    assert all(torch.equal(value, plain.before[4][1][name]) for name, value in watched.before[4][1].items())
     rows = read(tmp_path / "run" / "lns_variance.csv")
     assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
     assert all(row["tokens"] == 4 * 32 for row in rows), "every micro-batch counts once"
     for step in (2, 4):
-        model, batch, weights = seen[step]
-        model.load_state_dict(weights)
-        states = reference_states(model, batch, lns=variant != "preln")
+        batch, weights = watched.before[step]
+        watched.model.load_state_dict(weights)
+        states = reference_states(watched.model, batch, lns=variant != "preln")
         for row, state in zip([row for row in rows if row["step"] == step], states[1:], strict=True):
             expected = (state.var(-1).mean(), np.sqrt((state**2).mean()), np.abs(state).max())
             assert (row["variance"], row["rms"], row["max"]) == pytest.approx(expected, rel=1e-4)
