@@ -14,7 +14,6 @@ import yaml
 
 from olmo_lns import __version__, settings
 from olmo_lns.errors import LNSError, did_you_mean, one_line
-from olmo_lns.text import degrade
 
 
 class Command(NamedTuple):
@@ -47,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch, OLMo and transformers make half a million permanent objects. With Python's threshold of 700, a sixth of
     # their import time goes into garbage collection.
     gc.set_threshold(10_000, 10, 10)
-    degrade()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a question mark for a character that the locale lacks
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["help"]
     if name in ("-h", "--help", "help"):
         print(_usage())

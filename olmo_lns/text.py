@@ -1,9 +1,8 @@
-"""Output of the package: files as UTF-8, written by rename; messages in the terminal's encoding."""
+"""Files of the package: UTF-8, written by rename."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 
@@ -22,10 +21,3 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
-
-
-def degrade() -> None:
-    """Make standard output and error print a question mark for a character that the locale lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")

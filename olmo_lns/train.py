@@ -83,6 +83,10 @@ class LocalTrainer(Trainer):
 
 def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
     """Wrap the model by ``cfg.distributed_strategy`` and draw its parameters."""
+
+    def allocate(module: torch.nn.Module) -> None:
+        module.to_empty(device=get_default_device())  # storage only; reset_parameters below sets the values
+
     if str(cfg.distributed_strategy) == "ddp":
         cfg.ddp = cfg.ddp or DDPConfig()
         wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=cfg.ddp.find_unused_params)
@@ -95,8 +99,7 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
             use_orig_params=cfg.fsdp.use_orig_params,
             limit_all_gathers=True,
             device_id=device,
-            # Storage only; reset_parameters below sets the values.
-            param_init_fn=lambda module: module.to_empty(device=get_default_device()),
+            param_init_fn=allocate,
         )
     model.reset_parameters()
     return wrapped

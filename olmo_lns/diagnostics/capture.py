@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
+from olmo_lns.response import first
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -44,9 +45,7 @@ class BlockCall:
     @property
     def output(self) -> torch.Tensor:
         """The hidden state in the result: the result itself, or the first element of a tuple."""
-        is_tuple = isinstance(self.returned, (tuple, list)) and len(self.returned) > 0
-        hidden = self.returned[0] if is_tuple else self.returned
-        if not isinstance(hidden, torch.Tensor):
+        if not isinstance(hidden := first(self.returned), torch.Tensor):
             raise LNSError(
                 f"a block returned {type(self.returned).__name__}, expected a tensor or a tuple that starts with one; "
                 "name the list of transformer blocks with --blocks"
@@ -98,6 +97,7 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     :param logits: False skips the head where the model allows it, and returns any output.
     :raises LNSError: no logits, or a masked token for OLMo-core's model, which takes no mask.
     """
+    target: Any = model
     how: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
     if isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"):  # OLMo-core
         if how:
@@ -106,8 +106,8 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
         how |= {} if logits else {"last_logits_only": True}
     elif hasattr(model, "base_model"):  # transformers
-        model, how = model if logits else model.base_model, {**how, "use_cache": False}
-    output = model(ids, **how)
+        target, how = model if logits else model.base_model, {**how, "use_cache": False}
+    output = target(ids, **how)
     found = getattr(output, "logits", output)
     if logits and not isinstance(found, torch.Tensor):
         raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")

@@ -16,7 +16,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     their blocks, also under FSDP.
 
     :param path: dotted path of the list in ``model``, if it is known.
-    :raises LNSError: no list, several candidates (the message lists them), or a single block.
+    :raises LNSError: no list, or several candidates (the message lists them).
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -34,6 +34,4 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]
     if any(isinstance(each, _LISTS) for each in inner):
         members = [block for group in inner for block in group.children()]
-    if len(members) < 2:
-        raise LNSError(f"{type(model).__name__}: found {len(members)} blocks, expected at least 2 to compare")
     return members
