@@ -119,7 +119,7 @@ def test_a_checkpoint_is_analyzed_under_its_scheme(trained, tmp_path):
     made = small.with_scheme(small.config())
     model, ids = small.model(made).eval(), np.random.default_rng(0).integers(2, 60, 64).astype(np.uint16)
     ids.tofile(tmp_path / "ids.npy")
-    words = ["--model", trained(made, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32, "--quiet"]
+    words = ["--model", trained(made, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32]
     assert main(["analyze", "variance", *map(str, words), "--device", "cpu", "-o", str(tmp_path / "out.json")]) == 0
     outputs = []
     for block in model.blocks.values():
