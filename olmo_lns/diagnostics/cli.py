@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.")
+    example = "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png"
+    parser = Parser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.", epilog=example)
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
     for what, measure in MEASURES.items():
         title = measure.title
