@@ -161,7 +161,8 @@ def located(name: str | Path, kind: str) -> Path:
     packed = (pack_folder() / folder / f"{wanted}{end}" for folder in ("", kind) for end in ("", ".yaml", ".txt"))
     if found := next((path for path in packed if path.is_file()), None):
         return found
-    raise LNSConfigError(f"{name}: no such file here or in the pack: `olmo-lns config list` shows the pack")
+    known = ", ".join(path.removeprefix(f"{kind}/") for path in pack_names() if Path(path).is_relative_to(kind))
+    raise LNSConfigError(f"{name}: no such file here or in the pack, which has {known}")
 
 
 def pack_copy(name: str, out: Path) -> Path:

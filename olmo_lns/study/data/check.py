@@ -143,6 +143,8 @@ def _index(result: Data) -> int:
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    if not result.path.with_suffix(".idx").is_file():
+        raise LNSConfigError("has no .idx beside it")
     try:
         index = IndexedDataset(str(result.path.with_suffix(""))).index
     except (AssertionError, ValueError) as error:
