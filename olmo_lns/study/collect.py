@@ -183,9 +183,9 @@ def _row(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -> d
     if heldout is not None:  # nats per token with a label
         heldout *= run.engine.padding(used or run.settings)
     return {
-        **{"run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters},
+        "run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters,
         "status": COMPLETE if curve.done else INCOMPLETE if curve.losses else MISSING,
-        **{"step": curve.last, "steps": curve.total or shape.steps, "tokens": shape.tokens_per_step * curve.last},
-        **{"loss": loss, "points": points, "heldout": heldout},
-        **{"layers": shape.layers, "width": shape.width, "learning_rate": shape.learning_rate},
-    }
+        "step": curve.last, "steps": curve.total or shape.steps, "tokens": shape.tokens_per_step * curve.last,
+        "loss": loss, "points": points, "heldout": heldout,
+        "layers": shape.layers, "width": shape.width, "learning_rate": shape.learning_rate,
+    }  # fmt: skip

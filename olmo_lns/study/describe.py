@@ -124,9 +124,9 @@ def described(path: Path) -> Description:
         found = Description.model_validate(files.read_text(path))
     except ValidationError as error:
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
-        where = ": ".join(map(str, worst["loc"]))
-        unknown = worst["type"] == "extra_forbidden"
-        said = "unknown key" if unknown else f"found {str(worst['input'])!r:.80}: {worst['msg']}"
+        where = ": ".join(str(part) for part in worst["loc"] if "[" not in str(part))  # without names of types
+        value = f"{worst['input']!r}: " if isinstance(worst["input"], str) else ""
+        said = "unknown key" if worst["type"] == "extra_forbidden" else f"{value}{worst['msg']}"
         raise LNSConfigError(f"{path}: {where}: {said}") from None
     if found.published is not None and found.published not in (tables := published()["tables"]):
         raise LNSConfigError(f"{path}: published: {found.published!r}: expected one of {', '.join(tables)}")

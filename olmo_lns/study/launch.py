@@ -34,7 +34,8 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     :raises LNSConfigError: the run's GPUs do not divide its batch.
     """
     nodes, nproc = study.layout(run)
-    run.shape.divide(nodes * nproc)
+    if problem := run.shape.problem(nodes * nproc):
+        raise LNSConfigError(f"run {run.name}: {problem}")
     own = run.engine.words(run, (out / run.name).resolve())
     words = ["-m", "olmo_lns", files.script(study.launch.command), *own, *study.launch.args]
     if nproc == nodes == 1:

@@ -61,15 +61,15 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
 def check(run: Run, gpus: int) -> list[str]:
     """Return the problems of one run on so many GPUs.
 
-    :raises LNSConfigError: the framework does not load its config or cannot build its model, or the GPUs do not divide
-        the batch.
+    :raises LNSConfigError: the framework does not load its config, or cannot build its model.
     """
     shape, engine = run.shape, run.engine
     problems = arm_problems(run.arm, run.settings, engine) if run.arm else []
     problems += engine.problems(run.settings, gpus)
     if shape.steps and shape.warmup >= shape.steps:
         problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: expected fewer")
-    shape.divide(gpus)
+    if problem := shape.problem(gpus):
+        problems.append(problem)
     engine.count(run.config, run.loaded)
     return problems
 

@@ -124,7 +124,7 @@ def test_a_wrong_value_is_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message):
         Study.load(write(tmp_path, text))
     (tmp_path / "few.yaml").write_text("name: few\n")
-    with pytest.raises(LNSConfigError, match="few.yaml: config: .*Field required"):
+    with pytest.raises(LNSConfigError, match="few.yaml: config: Field required"):
         Study.load(tmp_path / "few.yaml")
 
 

@@ -73,13 +73,14 @@ class Shape:
         n = self.parameters if self.tied else self.parameters - self.embedding
         return (6 * n + 12 * self.layers * self.width * self.sequence) * float(self.tokens)
 
-    def divide(self, gpus: int) -> None:
-        """Check that GPUs can share the batch evenly. :raises LNSConfigError: they cannot."""
-        if gpus % self.split or self.batch % (gpus // self.split * self.micro_batch):
-            raise LNSConfigError(
-                f"{gpus} GPUs, {self.split} for each copy of the model, at a micro-batch of {self.micro_batch} do not "
-                f"divide the batch of {self.batch}: take another number of GPUs or a smaller micro-batch"
-            )
+    def problem(self, gpus: int) -> str | None:
+        """Return the reason why GPUs cannot share the batch evenly; None if they can."""
+        if gpus % self.split == 0 and self.batch % (gpus // self.split * self.micro_batch) == 0:
+            return None
+        return (
+            f"{gpus} GPUs, {self.split} for each copy of the model, at a micro-batch of {self.micro_batch} do not "
+            f"divide the batch of {self.batch}: take another number of GPUs or a smaller micro-batch"
+        )
 
 
 class Engine(Protocol):
