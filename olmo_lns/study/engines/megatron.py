@@ -71,15 +71,17 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
 
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
 
-    :raises LNSConfigError: errors of :func:`read` and :func:`to_flags`.
+    :raises LNSConfigError: two files, or errors of :func:`read` and :func:`to_flags`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, dest="file", type=Path)
+    parser.add_argument(OPTION, dest="files", type=Path, action="append", default=[])
     own, explicit = parser.parse_known_args(argv)
-    if own.file is None:
+    if not own.files:
         return explicit
+    if len(own.files) > 1:
+        raise LNSConfigError(f"{OPTION}: found {len(own.files)} files, expected one")
     given = {word[2:].split("=", 1)[0].replace("-", "_") for word in explicit if word.startswith("--")}
-    in_file = {key: value for key, value in read(own.file).items() if key not in given}
+    in_file = {key: value for key, value in read(own.files[0]).items() if key not in given}
     return to_flags(in_file, placeholder=placeholder) + explicit
 
 
