@@ -70,7 +70,7 @@ def check(run: Run, gpus: int) -> list[str]:
         problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: expected fewer")
     if problem := shape.problem(gpus):
         problems.append(problem)
-    engine.count(run.config, run.loaded)
+    _ = run.counted  # builds the model
     return problems
 
 
@@ -94,7 +94,7 @@ def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
         spent = hours(run, gpu)
         known = [_short(shape.tokens), f"{shape.steps:,}", f"{spent:,.1f}", _lasting(spent / gpus)]
         tokens, steps, cost, lasts = known if shape.steps else ["–"] * 4  # a duration in epochs
-        parameters = _short(run.engine.count(run.config, run.loaded))
+        parameters = _short(run.counted)
         lines.append(
             f"{size:<{width}} {len(mine):>4} {parameters:>6} {tokens:>6} {steps:>7} {cost:>7} {gpus:>4} {lasts:>9}"
         )

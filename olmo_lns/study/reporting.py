@@ -66,7 +66,7 @@ def markdown(study: Study, every: pd.DataFrame, image: str | None) -> str:
         "checked that their settings differ only in the arm.",
         *([f"![loss against parameters]({image})"] if image else []),
         "## Loss",
-        _by_arm(study, {group: f"{group} ({parameters[group]:,})" for group in study.groups}, loss),
+        _by_arm(study, [f"{group} ({parameters[group]:,})" for group in study.groups], loss),
         f"After the semicolon: the difference to {ARMS[BASELINE].label}, paired by seed; negative is lower.",
     ]
     if several := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
@@ -78,11 +78,8 @@ def markdown(study: Study, every: pd.DataFrame, image: str | None) -> str:
         rows = [[group, f"{rate:g}", *row] for (group, rate), *row in tried[arms].fillna("–").sort_index().itertuples()]
         parts += ["## Every rate", _table([["size", "rate", *(ARMS[arm].label for arm in arms)], *rows])]
     if found.perplexity.notna().any():
-        parts += [
-            "## Perplexity",
-            _by_arm(study, {group: group for group in study.groups}, lambda *of: _of(found, *of, "perplexity")),
-            "On held-out text after the last step, per token with a label (padding is excluded).",
-        ]
+        cells = _by_arm(study, study.groups, lambda group, arm: _of(found, group, arm, "perplexity"))
+        parts += ["## Perplexity", cells, "On held-out text after the last step, per token with a label."]
     return "\n\n".join(parts + (["## The paper", beside(study, found)] if study.published else [])) + "\n"
 
 
@@ -91,10 +88,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def _by_arm(study: Study, groups: dict[str, str], cell: Callable[[str, str], str]) -> str:
-    """Return a table with a line for each arm and a column for each size, under its title."""
-    rows = [[ARMS[arm].label, *(cell(group, arm) for group in groups)] for arm in study.arms]
-    return _table([["arm", *groups.values()], *rows])
+def _by_arm(study: Study, titles: Sequence[str], cell: Callable[[str, str], str]) -> str:
+    """Return a table with a line for each arm and a column for each size."""
+    rows = [[ARMS[arm].label, *(cell(group, arm) for group in study.groups)] for arm in study.arms]
+    return _table([["arm", *titles], *rows])
 
 
 def _number(values: pd.Series, digits: int = 4, sign: str = "") -> str:

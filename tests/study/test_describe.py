@@ -96,11 +96,6 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
         Study.load(write(tmp_path, text))
 
 
-def test_a_merge_key_is_no_second_key(tmp_path):
-    study = Study.load(write(tmp_path, "sizes: {60M: &a {lr: 1.0e-3, seq-length: 64}, 150M: {<<: *a, lr: 2e-3}}\n"))
-    assert [(r.shape.sequence, r.shape.learning_rate) for r in study.runs[::2]] == [(64, 1e-3), (64, 2e-3)]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

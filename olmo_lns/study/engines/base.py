@@ -213,6 +213,11 @@ class Run:
         """All flat settings."""
         return self.engine.settings(self.loaded)
 
+    @cached_property
+    def counted(self) -> int:
+        """Number of parameters, of the framework's model if it can be built."""
+        return self.engine.count(self.config, self.loaded)
+
     @property
     def shape(self) -> Shape:
         return self.engine.shape(self.settings)
