@@ -55,8 +55,8 @@ class Trained:
 def curve_so_far(run: Run, out: Path) -> Curve:
     """Read the curve of a run; an empty one before its first loss, and for a run that diverged."""
     with suppress(LNSConfigError):
-        return curve_of(out / run.name) or Curve("no log")
-    return Curve("no log")
+        return curve_of(out / run.name) or Curve()
+    return Curve()
 
 
 def finished(run: Run, out: Path) -> bool:
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     if study.data != "demo":
         raise LNSConfigError(f"{study.path}: expected a description with data: demo, found {study.data}")
     print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
-    files.make_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
     os.environ.update(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C
     try:

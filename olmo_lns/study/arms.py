@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from olmo_lns import settings
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
 #: The arm with which the others are compared.
@@ -113,7 +113,7 @@ for _place, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_T
 def arm_named(name: str) -> Arm:
     """Return an arm of the table, or the arm of a spelled scheme with plain initialization.
 
-    :raises LNSConfigError: an unknown arm (the message has the nearest one), or a parameter that the scheme lacks.
+    :raises LNSConfigError: an unknown arm, or a parameter that the scheme lacks.
 
     >>> arm_named("lns:exponent=0.3").name
     'lns_exponent_0.3'
@@ -122,8 +122,7 @@ def arm_named(name: str) -> Arm:
         return ARMS[name]
     if ":" not in name and name not in names():
         raise LNSConfigError(
-            f"unknown arm {name!r}{did_you_mean(name, ARMS)}: expected a scheme, such as lns:exponent=0.3, or one of "
-            f"{', '.join(ARMS)}"
+            f"unknown arm {name!r}: expected a scheme, such as lns:exponent=0.3, or one of {', '.join(ARMS)}"
         )
     scheme = parse(name)
     for arm in ARMS.values():

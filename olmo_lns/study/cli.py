@@ -13,7 +13,6 @@ from olmo_lns.arguments import Parser, at_least
 from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
-from olmo_lns.study.engines.base import GPUS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run_command=function)
         if name == "plan":
-            command.add_argument("study", nargs="+", help="descriptions, config files, folders, or names of the pack")
+            command.add_argument("study", nargs="+", help="descriptions or config files, or names of the pack")
             return command
         command.add_argument("study", help="the description: a file, or a name of the pack, such as paper")
         command.add_argument("--out", type=Path, required=True, help="folder of the study, with a folder for each run")
@@ -50,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--gpus", type=at_least(1), help="GPUs of a run (default: the description's)")
         command.add_argument("--nodes", type=at_least(1), help="nodes of a run (default: one per 8 GPUs)")
         command.add_argument(
-            "--gpu", choices=sorted(GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
+            "--gpu", choices=sorted(planning.GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
         )
         command.add_argument("--only", nargs="+", metavar="RUN", help="runs whose names begin so: 7B-preln")
     collecting.add_argument("--allow-missing", action="store_true", help="report missing runs instead of an error")
@@ -58,12 +57,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    studies, bad, notes = planning.targets(args.study)
-    problems = len(bad)
-    for study in studies:
-        problems += planning.show(replace(study, gpus=args.gpus, nodes=args.nodes), args.only, args.gpu)
-    print("".join([*(f"note: {text}\n" for text in notes), *(f"PROBLEM: {text}\n" for text in bad)]), end="")
-    return int(problems > 0)
+    problems = []
+    for name in args.study:
+        problems += planning.show(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+    print("".join(f"PROBLEM: {text}\n" for text in problems), end="")
+    return int(bool(problems))
 
 
 def _launch(args: argparse.Namespace) -> int:

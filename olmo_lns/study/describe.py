@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Iterable, Literal, Mapping
+from typing import Annotated, Any, Iterable, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
-from olmo_lns.study.arms import ARMS, BASELINE, arm_named
+from olmo_lns.study.arms import ARMS, arm_named
 from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 
 #: Default number of GPUs of a node.
@@ -31,20 +31,10 @@ def _none(value: Any) -> Any:
 def _table(value: Any) -> Any:
     """Return ``[a, b]`` or ``{a: {settings}, b: }`` as ``{a: {...}, b: {}}``."""
     if isinstance(value, list):
-        if len({*map(str, value)}) < len(value):
-            raise ValueError("a name is listed twice")
         return {str(name): {} for name in value}
     if isinstance(value, dict):
         return {name: {} if _none(own) is None else own for name, own in value.items()}
     return value
-
-
-def _pattern(text: str) -> str:
-    try:
-        text.format(size="", arm="")
-    except (KeyError, IndexError, ValueError, AttributeError):
-        raise ValueError("expected a path with {size} and {arm} and no other braces") from None
-    return text
 
 
 def _rate(text: str) -> str:
@@ -69,19 +59,13 @@ class _Strict(BaseModel):
 
 
 class Container(_Strict):
-    """The image for the training processes of a Slurm job.
+    """The image for the training processes of a Slurm job: Apptainer's ``.sif``, or one of Pyxis.
 
-    :param runtime: ``pyxis`` (``srun --container-image``) or ``apptainer``; by default from the image's ending.
     :param mounts: folders of the host, ``/data`` or ``/data:/inside``.
     """
 
     image: Text
-    runtime: Literal["pyxis", "apptainer"] | None = None
     mounts: list[Text] = []
-
-    @property
-    def is_apptainer(self) -> bool:
-        return (self.runtime or ("apptainer" if self.image.endswith(".sif") else "pyxis")) == "apptainer"
 
 
 class Launch(_Strict):
@@ -111,7 +95,7 @@ class Description(_Strict):
 
     name: Word
     framework: Literal["olmo", "olmo-core", "megatron"] = "olmo"
-    config: Annotated[Text, AfterValidator(_pattern)]
+    config: Text
     sizes: Annotated[dict[Size, Settings], BeforeValidator(_table)]
     arms: Annotated[dict[Text, Settings], BeforeValidator(_table)]
     rates: Annotated[Rates | dict[str, Rates], BeforeValidator(lambda value: {} if value == "" else value)] = {}
@@ -126,7 +110,7 @@ class Description(_Strict):
 
 @cache
 def published() -> dict[str, Any]:
-    """Return the papers' numbers: ``tables``, ``points`` and ``batches`` of published.yaml."""
+    """Return the papers' numbers: ``tables`` and ``points`` of published.yaml."""
     found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
     return found
 
@@ -134,23 +118,18 @@ def published() -> dict[str, Any]:
 def described(path: Path) -> Description:
     """Read and check the keys of a file.
 
-    :raises LNSConfigError: a missing, unknown or repeated key, or a wrong value with the expectation.
+    :raises LNSConfigError: a missing, unknown or repeated key, or a wrong value.
     """
     try:
         found = Description.model_validate(files.read_text(path))
     except ValidationError as error:
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
-        where, value = ": ".join(map(str, worst["loc"])), worst["input"]
-        if worst["type"] == "extra_forbidden":
-            keys = Launch if worst["loc"][0] == "launch" else Description
-            hint = did_you_mean(str(worst["loc"][-1]), keys.model_fields)
-            known = f"unknown key{hint}; known: {', '.join(sorted(keys.model_fields))}"
-            raise LNSConfigError(f"{path}: {where}: {known}") from None
-        said = "a description needs this key" if worst["type"] == "missing" else f"{value!r}: {worst['msg']}"
+        where = ": ".join(str(part) for part in worst["loc"] if "[" not in str(part))  # without names of types
+        value = f"{worst['input']!r}: " if isinstance(worst["input"], str) else ""
+        said = "unknown key" if worst["type"] == "extra_forbidden" else f"{value}{worst['msg']}"
         raise LNSConfigError(f"{path}: {where}: {said}") from None
     if found.published is not None and found.published not in (tables := published()["tables"]):
-        hint = did_you_mean(found.published, tables)
-        raise LNSConfigError(f"{path}: published: {found.published!r}{hint}: expected {', '.join(tables)}")
+        raise LNSConfigError(f"{path}: published: {found.published!r}: expected one of {', '.join(tables)}")
     return found
 
 
@@ -176,11 +155,6 @@ class Study:
     nodes: int | None = None
 
     @property
-    def is_configs(self) -> bool:
-        """True for config files without a description."""
-        return self.path.is_dir()
-
-    @property
     def groups(self) -> list[str]:
         """The sizes without their learning rates."""
         return list(dict.fromkeys(run.group for run in self.runs))
@@ -196,12 +170,10 @@ class Study:
         """
         named, nproc = self.launch.nodes, self.launch.nproc
         if self.gpus is None:
-            return self.nodes or named.get(run.size) or named.get(run.group) or named.get("", 1), nproc
+            return self.nodes or named.get(run.group) or named.get("", 1), nproc
         nodes = self.nodes or -(-self.gpus // max(nproc, GPUS_OF_A_NODE))
         if self.gpus % nodes:
-            raise LNSConfigError(
-                f"{self.gpus} GPUs do not fill {nodes} nodes evenly: give --gpus a multiple of --nodes"
-            )
+            raise LNSConfigError(f"{self.gpus} GPUs do not fill {nodes} nodes: give --gpus a multiple of --nodes")
         return nodes, self.gpus // nodes
 
     def selected(self, only: Iterable[str] | None) -> list[Run]:
@@ -213,14 +185,16 @@ class Study:
             return list(self.runs)
         found: dict[str, Run] = {}
         for wanted in only:
-            mine = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
+            mine = {
+                run.name: run
+                for run in self.runs
+                for name in (run.name, f"{run.group}-{run.arm}-s{run.seed}")
+                if f"{name}-".startswith(f"{wanted}-")
+            }
             if not mine:
-                names = [run.name for run in self.runs]
-                hint = did_you_mean(wanted, [*self.groups, *names])
-                raise LNSConfigError(
-                    f"no run of study {self.name} begins with {wanted!r}{hint}; its runs: {', '.join(names)}"
-                )
-            found |= {run.name: run for run in mine}
+                names = ", ".join(run.name for run in self.runs)
+                raise LNSConfigError(f"no run of study {self.name} begins with {wanted!r}; its runs: {names}")
+            found |= mine
         return [*found.values()]
 
     @classmethod
@@ -236,66 +210,55 @@ class Study:
             runs = tuple(_runs(keys, path, engine))
             names = [run.name for run in runs]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise LNSConfigError(f"two runs would have the folder {twice[0]}: give each rate and size once")
-            _known("launch: nodes", {*keys.launch.nodes} - {""}, {n for r in runs for n in (r.size, r.group)}, "sizes")
+                raise LNSConfigError(f"two runs would have the folder {twice[0]}: give each arm, rate and size once")
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
         return cls(keys.name, engine, path, runs, keys.launch, keys.final_fraction, keys.data, keys.published)
 
     @classmethod
-    def of_configs(cls, paths: Iterable[Path], engine: Engine) -> Study:
-        """Return config files as a study; each file name has the arm: ``60M-lns.yaml``."""
-        runs = [
-            Run(path.stem, arm if (arm := path.stem.partition("-")[2]) in ARMS else "", 0, engine, path, {})
-            for path in paths
-        ]
-        return cls("configs", engine, runs[0].config.parent, tuple(runs), Launch(nproc=GPUS_OF_A_NODE))
-
-
-def _names(run: Run) -> tuple[str, str]:
-    return run.name, f"{run.group}-{run.arm}-s{run.seed}"
+    def of_config(cls, path: Path, engine: Engine) -> Study:
+        """Return a config file as a study; the file's name has the arm: ``60M-lns.yaml``."""
+        size, _, arm = path.stem.partition("-")
+        run = Run(size, arm if arm in ARMS else "", engine.default_seed, engine, path, {})
+        return cls(path.stem, engine, path, (run,), Launch(nproc=GPUS_OF_A_NODE))
 
 
 def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
     """Yield the runs by size; within a size the arms of a seed together, so that a partial study compares arms."""
-    arms = {arm_named(name).name: own for name, own in keys.arms.items()}
-    if len(arms) < len(keys.arms):
-        raise LNSConfigError(f"arms: found one arm twice among {', '.join(keys.arms)}")
-    tried = _by_arm(keys.rates, arms)
-    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds)):
-        _known(key, values, keys.sizes, "sizes")
+    arms = [(arm_named(name).name, own) for name, own in keys.arms.items()]
+    known = [arm for arm, _ in arms]
+    rates = _by_arm("rates", keys.rates, known)
+    for key, named in (("only", keys.only), ("more_seeds", keys.more_seeds), ("nodes", keys.launch.nodes)):
+        _require_known(key, {*named} - {""}, keys.sizes)
     for size, own in keys.sizes.items():
-        here = _known("only", [arm_named(arm).name for arm in keys.only.get(size, arms)], arms, "arms")
-        more = _by_arm(keys.more_seeds.get(size, []), arms)
+        here = {arm_named(arm).name for arm in keys.only.get(size, known)}
+        _require_known("only", here, known)
+        more = _by_arm("more_seeds", keys.more_seeds.get(size, []), known)
         first = [engine.default_seed] if keys.seeds is None else keys.seeds
-        seeds = {arm: [*first, *more.get(arm, [])] for arm in arms if arm in here}
-        if any(len(set(each)) < len(each) for each in seeds.values()):
-            raise LNSConfigError(f"a seed is listed twice for size {size}")
+        seeds = {arm: [*first, *more.get(arm, [])] for arm in known if arm in here}
         for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
-            for arm in (arm for arm in seeds if seed in seeds[arm]):
-                for rate in tried.get(arm) or [None]:
-                    yield _run(path, keys.config, engine, size, arm, seed, {**own, **arms[arm]}, rate)
+            for arm, changed in arms:
+                if seed in seeds.get(arm, []):
+                    for rate in rates.get(arm) or [None]:
+                        yield _run(path, keys.config, engine, size, arm, seed, {**own, **changed}, rate)
 
 
-def _known(key: str, names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
-    found = list(names)
-    if unknown := sorted({*found} - {*known}):
-        hint, known = did_you_mean(unknown[0], known), ", ".join(known)
-        raise LNSConfigError(f"{key} names {', '.join(unknown)}{hint}, which is not among the {what}: {known}")
-    return found
+def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := sorted({*names} - {*known}):
+        raise LNSConfigError(f"{key} names {unknown[0]}, which the description lacks: expected {', '.join(known)}")
 
 
-def _by_arm(value: Any, arms: Mapping[str, Any]) -> dict[str, Any]:
+def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
     """Return values by arm; a list applies to every arm."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return dict.fromkeys(arms, value)
     found = {arm_named(name).name: item for name, item in value.items()}
-    _known("a list by arm", found, arms, "arms")
+    _require_known(key, found, arms)
     return found
 
 
 def _run(
-    path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], tried: str | None
+    path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, changed: dict[str, Any], tried: str | None
 ) -> Run:
     """Return the run with the arm's file, or with a stock file and the arm's keys.
 
@@ -303,24 +266,17 @@ def _run(
     """
 
     def file(of: str) -> Path:
-        named = pattern.format(size=size, arm=of)
-        packed = files.pack_folder() / "study" / named
-        return packed if packed.is_file() and not (path.parent / named).is_file() else path.parent / named
+        named = pattern.replace("{size}", size).replace("{arm}", of)
+        here, packed = path.parent / named, files.pack_folder() / "study" / named
+        return packed if packed.is_file() and not here.is_file() else here
 
-    config, overrides, rate = file(arm), dict(extra), None
-    own = settings_of(ARMS[arm], engine)
-    if "{arm}" not in pattern:
-        overrides |= own
-    elif not config.is_file():
-        # Megatron's stock files have no flag that would have to be removed.
-        base = "preln_scaled_init" if engine.arm(ARMS["preln_scaled_init"]) == {} else BASELINE
-        config = file(base)
-        overrides |= dict.fromkeys(settings_of(ARMS[base], engine)) | own
+    config, own = file(arm), settings_of(ARMS[arm], engine)
+    if "{arm}" not in pattern or not config.is_file():
+        config, changed = file(engine.base_arm), changed | own
+    run = Run(size, arm, seed, engine, config, changed)
     if tried is not None:
         rate = float(tried.removesuffix("x"))
         if tried.endswith("x"):
-            rate = float(f"{rate * Run(size, arm, seed, engine, config, overrides).shape.learning_rate:.6g}")
-        overrides |= engine.rate(config, rate)
-        size = f"{size}x{rate:g}"
-    overrides |= engine.identity(f"{size}-{arm}-s{seed}", seed)
-    return Run(size, arm, seed, engine, config, overrides, rate)
+            rate = float(f"{rate * run.shape.learning_rate:.6g}")
+        run = Run(size, arm, seed, engine, config, changed | engine.rate(config, rate), rate)
+    return Run(size, arm, seed, engine, config, {**run.overrides, **engine.identity(run.name, seed)}, run.rate)

@@ -1,4 +1,4 @@
-"""The config pack, YAML with values as text, files written by rename, and locks."""
+"""The config pack, YAML with values as text, and locks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 import olmo_lns
 from olmo_lns.arguments import Parser
-from olmo_lns.errors import LNSConfigError, LNSError, did_you_mean
+from olmo_lns.errors import LNSConfigError, LNSError
 
 #: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
@@ -161,9 +161,8 @@ def located(name: str | Path, kind: str) -> Path:
     packed = (pack_folder() / folder / f"{wanted}{end}" for folder in ("", kind) for end in ("", ".yaml", ".txt"))
     if found := next((path for path in packed if path.is_file()), None):
         return found
-    here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in pack_names() if path.startswith(kind)]
-    hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
-    raise LNSConfigError(f"{name}: no such file here or in the pack{hint}: {text}")
+    known = ", ".join(path.removeprefix(f"{kind}/") for path in pack_names() if Path(path).is_relative_to(kind))
+    raise LNSConfigError(f"{name}: no such file here or in the pack, which has {known}")
 
 
 def pack_copy(name: str, out: Path) -> Path:
@@ -172,9 +171,9 @@ def pack_copy(name: str, out: Path) -> Path:
     :param out: a folder that exists, or the new name.
     :raises LNSConfigError: no such file in the pack, or an existing target.
     """
-    packed = (pack_folder() / name, pack_folder() / f"{name}.yaml")
-    inside = (path for path in packed if path.resolve().is_relative_to(pack_folder().resolve()))
-    source = next((path for path in inside if path.exists()), None) or located(name, "")
+    source = pack_folder() / name
+    if not source.is_dir():
+        source = located(name, "")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
@@ -200,16 +199,6 @@ def script(word: str) -> str:
     """Return a script's path here or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
     here = [path for path in (Path(word), pack_folder().parent / word) if path.is_file()]
     return os.path.abspath(here[0]) if here else word
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder. :raises LNSConfigError: it cannot be created or written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LNSConfigError(f"{path}: cannot be created: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise LNSConfigError(f"{path}: no permission to write there")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,14 +33,14 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     :param job: a name, the same on all nodes of a run.
     :raises LNSConfigError: the run's GPUs do not divide its batch.
     """
-    folder, options = (out / run.name).resolve(), study.launch
     nodes, nproc = study.layout(run)
-    if problem := run.engine.machine(run.settings).problem(run.shape, nodes * nproc):
+    if problem := run.shape.problem(nodes * nproc):
         raise LNSConfigError(f"run {run.name}: {problem}")
-    words = ["-m", "olmo_lns", files.script(options.command), *run.engine.words(run, folder), *options.args]
+    own = run.engine.words(run, (out / run.name).resolve())
+    words = ["-m", "olmo_lns", files.script(study.launch.command), *own, *study.launch.args]
     if nproc == nodes == 1:
         return [python, *words]
-    torchrun = ["torchrun", "--nproc-per-node", str(nproc)]
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     if nodes == 1:
         return [*torchrun, "--standalone", *words]
     torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", job or f"{study.name}-{run.name}"]
@@ -51,6 +50,17 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
 def quoted(words: Sequence[str]) -> str:
     """Quote a command for a shell, except :data:`JOB` and :data:`ENDPOINT`."""
     return " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
+
+
+def environment(study: Study, out: Path) -> dict[str, str]:
+    """Return the variables that config files and launch read besides the current environment."""
+    extra = {study.engine.save_variable: str(out.resolve())}
+    if study.launch.threads:
+        extra["OMP_NUM_THREADS"] = str(study.launch.threads)
+    if study.data:
+        data = out / "data" if study.data in BUILT else study.path.parent / study.data
+        extra[study.engine.data_variable] = str(data.resolve())
+    return extra
 
 
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
@@ -65,22 +75,10 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
     print("\n".join(lines))  # after all commands, which may raise
 
 
-def environment(study: Study, out: Path) -> dict[str, str]:
-    """Return the variables that config files and launch read besides the current environment."""
-    extra = {study.engine.save_variable: str(out.resolve())}
-    if study.launch.threads:
-        extra["OMP_NUM_THREADS"] = str(study.launch.threads)
-    if study.data:
-        data = out / "data" if study.data in BUILT else study.path.parent / study.data
-        extra[study.engine.data_variable] = str(data.resolve())
-    return extra
+def check(study: Study) -> None:
+    """Check the environment and the training script of a study.
 
-
-def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) -> None:
-    """Check every run before the first one starts.
-
-    :param here: the runs start on this machine, which must then have their requirements.
-    :raises LNSConfigError: the run, the problem, and the setting to change.
+    :raises LNSConfigError: a variable that would change the arms, or no such script.
     """
     check_environment()
     script = study.launch.command
@@ -89,22 +87,6 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
             f"{study.path}: launch.command {script!r} is not a file here: run the command in the framework's checkout, "
             "or give the script's path"
         )
-    given = {**os.environ, **environment(study, out)}
-    for run in runs:
-        words = command(study, run, out)
-        if not here:
-            continue
-        if (nodes := study.layout(run)[0]) > 1:
-            raise LNSConfigError(
-                f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
-                "--slurm FOLDER, or give --nodes 1"
-            )
-        if shutil.which(words[0]) is None:
-            raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment with torch")
-        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
-            raise LNSConfigError(
-                f"run {run.name}: {run.config} reads {' and '.join(missing)}, not set: export {missing[0]}=…"
-            )
 
 
 def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
@@ -113,13 +95,24 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
     SIGINT and SIGTERM also end the run; a run that survives a killed launcher keeps the study locked.
 
     :returns: the number of failed runs; the end of each failed log is printed.
+    :raises LNSConfigError: before the first run starts: its requirements are not met.
     """
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    check(study, runs, out)
-    files.make_folder(out)
+    check(study)
+    given = {**os.environ, **environment(study, out)}
+    for run in runs:
+        command(study, run, out)
+        if (nodes := study.layout(run)[0]) > 1:
+            raise LNSConfigError(
+                f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
+                "--slurm FOLDER, or give --nodes 1"
+            )
+        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
+            raise LNSConfigError(f"run {run.name}: {run.config} reads {missing[0]}, not set: export {missing[0]}=…")
+    out.mkdir(parents=True, exist_ok=True)
     with files.only_one(out / ".lock", f"{out}: another launch of this study is running") as lock:
         if study.data in BUILT:
             BUILT[study.data](out / "data")
@@ -136,9 +129,11 @@ def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
     for run in runs:
         if problem := other_run(run, out / run.name):
             raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
-        if done := (curve := curve_of(out / run.name)) is not None and curve.done:
+        curve = curve_of(out / run.name)
+        if curve is not None and curve.done:
             print(f"{run.name}: done", flush=True)
-        todo += [] if done else [run]
+        else:
+            todo.append(run)
     return todo
 
 
@@ -148,7 +143,7 @@ def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subproces
     :param lock: file descriptor of the study's lock, which stays taken while the run lives.
     """
     folder = out / run.name
-    files.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
     env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
     with log.open("wb") as file:

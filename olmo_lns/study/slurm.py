@@ -55,13 +55,13 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
         raise LNSConfigError(
             f"{study.path}: data: {study.data} is for one machine; give your data's folder, or remove the key"
         )
-    check(study, runs, out, here=False)
+    check(study)
     texts = {}
     for size in dict.fromkeys(run.size for run in runs):
         path = folder / f"{size}.sbatch"
         texts[path] = _script(study, [run for run in runs if run.size == size], out.resolve(), path, gpu)
-    files.make_folder(out)
-    files.make_folder(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_whole(path, text)
         path.chmod(0o755)
@@ -95,13 +95,10 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
     if (script := Path(files.script(study.launch.command))).is_file():
         paths.append(script.parent)
-    own = [*map(str, paths)]
-    if split := [path for path in own if "," in path or ":" in path]:
-        raise LNSConfigError(f"{split[0]}: a container's mounts are split at ',' and ':': use a path without them")
     data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
-    mounts = data + shlex.quote(",".join(dict.fromkeys([*own, *container.mounts])))
+    mounts = data + shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))
     image, where = shlex.quote(container.image), shlex.quote(str(Path.cwd()))
-    if container.is_apptainer:
+    if container.image.endswith(".sif"):
         return f"apptainer exec --nv --bind {mounts} --pwd {where} {image} "
     return f"--container-image={image} --container-mounts={mounts} --container-workdir={where} "
 

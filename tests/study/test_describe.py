@@ -96,28 +96,20 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
         Study.load(write(tmp_path, text))
 
 
-def test_a_merge_key_is_no_second_key(tmp_path):
-    study = Study.load(write(tmp_path, "sizes: {60M: &a {lr: 1.0e-3, seq-length: 64}, 150M: {<<: *a, lr: 2e-3}}\n"))
-    assert [(r.shape.sequence, r.shape.learning_rate) for r in study.runs[::2]] == [(64, 1e-3), (64, 2e-3)]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("horizon: [1]\n", "horizon: unknown key; known: arms, config"),
-        ("launch: {thread: 2}\n", "launch: thread: unknown key .did you mean 'threads'"),
+        ("horizon: [1]\n", "horizon: unknown key"),
+        ("launch: {thread: 2}\n", "launch: thread: unknown key"),
         ("seeds: [-1]\n", "seeds: .*'-1'.* greater than or equal to 0"),
         ("rates: [0]\n", "rates: .*learning rate above 0"),
         ("launch: {sbatch: {qos: [a]}}\n", "launch: sbatch: qos"),
         ("launch: {sbatch: {qos: \"a\\n#SBATCH --x\"}}\n", "launch: sbatch: qos: .*match pattern"),
-        ("launch: {container: {image: x, runtime: docker}}\n", "pyxis.*apptainer"),
-        ("published: lns-2\n", "published: 'lns-2'.*did you mean 'lns-"),
+        ("published: lns-2\n", "published: 'lns-2': expected one of lns-1"),
         ("sizes: [a/b]\n", "sizes: a/b"),
-        ("sizes: [60M, 60M]\n", "a name is listed twice"),
-        ("more_seeds: {60M: [1]}\n", "a seed is listed twice"),
-        ("arms: [lns, 'lns:exponent=0.5']\n", "found one arm twice"),
-        ("only: {1B: [lns]}\n", "only names 1B, which is not among the sizes: 60M"),
-        ("launch: {nodes: {1B: 2}}\n", "launch: nodes names 1B"),
+        ("arms: [lns, 'lns:exponent=0.5']\n", "two runs would have the folder 60M-lns-s1: give each arm"),
+        ("only: {1B: [lns]}\n", "only names 1B, which the description lacks: expected 60M"),
+        ("launch: {nodes: {1B: 2}}\n", "nodes names 1B"),
         ("arms: [lns, mixln]\n", "arm 'mixln' is supported by OLMo only"),
         ("rates: [1e-3, 0.001]\n", "two runs would have the folder 60Mx0.001-"),
         ("rates: [1x, 6.0e-4]\n", "two runs would have the folder 60Mx0.0006-"),
@@ -127,7 +119,7 @@ def test_a_wrong_value_is_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message):
         Study.load(write(tmp_path, text))
     (tmp_path / "few.yaml").write_text("name: few\n")
-    with pytest.raises(LNSConfigError, match="few.yaml: config: a description needs this key"):
+    with pytest.raises(LNSConfigError, match="few.yaml: config: Field required"):
         Study.load(tmp_path / "few.yaml")
 
 

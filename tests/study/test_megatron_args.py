@@ -45,6 +45,8 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path):
         assert flags[:3] == ["--num-layers", "2", "--bf16"] and "8" not in flags
         assert flags[3:] == [word for word in argv if "lns-config" not in word and word != str(path)]
     assert expand(["--num-layers", "3"]) == ["--num-layers", "3"]
+    with pytest.raises(LNSConfigError, match="--lns-config: found 2 files, expected one"):
+        expand(["--lns-config", str(path), f"--lns-config={path}"])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from olmo_lns.study import cli, files
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO, megatron
 
+CONFIGS = REPOSITORY / "configs"
+
 
 @pytest.fixture(autouse=True)
 def no_megatron(monkeypatch):
@@ -55,7 +57,8 @@ def test_parameters_and_flops_agree_with_olmo(changed):
 @pytest.mark.slow
 def test_every_file_of_the_pack_passes(capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    code, text = plan(capsys, REPOSITORY / "configs")
+    paths = [path for name in ("olmo", "olmo_core", "megatron") for path in (CONFIGS / name).glob("*.yaml")]
+    code, text = plan(capsys, *paths, *(path for path in (CONFIGS / "study").glob("*.yaml") if "base" not in path.stem))
     assert code == 0 and "PROBLEM" not in text
     assert ("not parsed by Megatron" in text) is not megatron.available()
 
@@ -67,14 +70,11 @@ def test_every_file_of_the_pack_passes(capsys):
         ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: null", "OLMo would run 38157 steps"),
         ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: 9", "stop_at 9 is not max_duration 38147"),
         ("olmo/60M-preln", "max_duration: 38147", "max_duration: 1500", "warm-up of 2000 steps"),
-        ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs do not divide the batch of 129"),
-        ("olmo/60M-preln", "init_device: cuda", "init_device: meta", "ddp needs model.init_device cuda"),
+        ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs, .* do not divide the batch of 129"),
         ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses it: .*n_layer"),
-        ("olmo/60M-preln", "\nmodel:", "\nmodle:", "unknown kind of file"),
         ("megatron/60M-lns", "layernorm-scaling: true", "fp16: false", "layernorm_scaling=False, but arm 'lns'"),
         ("megatron/60M-lns", "lr-decay-iters: 38147", "lr-decay-iters: 100", "lr-decay-iters 100 is not train-iters"),
-        ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "8 GPUs × micro-batch 32 do not divide"),
-        ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 7", "is not a multiple of the micro-batch of 7"),
+        ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "micro-batch of 32 do not divide"),
         ("megatron/60M-lns", "num-layers: 8", "num-layers: eight", "cannot be read"),
     ],
 )
@@ -82,59 +82,35 @@ def test_a_wrong_value_in_a_config_is_named(tmp_path, capsys, name, old, new, me
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     text = (REPOSITORY / "configs" / f"{name}.yaml").read_text()
     assert old in text
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / Path(name).with_suffix(".yaml").name).write_text(text.replace(old, new))
-    code, out = plan(capsys, tmp_path, "--gpus", "8")
+    path = tmp_path / f"{Path(name).name}.yaml"
+    path.write_text(text.replace(old, new))
+    code, out = plan(capsys, path, "--gpus", "8")
     assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
 
 
-def test_a_duration_in_epochs_is_said_to_be_unchecked_and_the_rest_is_checked(tmp_path, capsys):
+def test_a_duration_in_epochs_has_no_cost_and_the_rest_is_checked(tmp_path, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     text = (REPOSITORY / "configs" / "olmo" / "60M-lns.yaml").read_text()
     text = text.replace("max_duration: 38147", "max_duration: 1ep").replace("stop_at: ${max_duration}", "stop_at: null")
     path = tmp_path / "60M-lns.yaml"
     path.write_text(text)
-    code, out = plan(capsys, tmp_path)
-    assert code == 0 and "in epochs: steps, tokens, hours and warm-up are not checked" in out and "85.1M" in out
+    code, out = plan(capsys, path)
+    assert code == 0 and re.search("60M +1 +85.1M +– +– +– ", out)
     path.write_text(text.replace("lns_rms", "rms"))
-    code, out = plan(capsys, tmp_path)
+    code, out = plan(capsys, path)
     assert code == 1 and "but arm 'lns' is" in out
     for tokens, steps in (("5242880T", 10), ("5242881T", 11), ("20", 20)):  # of 128 x 4096
         path.write_text(text.replace("1ep", tokens))
         assert OLMO.shape(OLMO.settings(OLMO.load(path, {}))).steps == steps
 
 
-def test_a_plan_shows_cost_disk_data_and_the_command_that_starts_it(capsys):
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    code, text = plan(capsys, "paper", "--only", "1B-preln", "1B-lns", "--gpu", "H100")
-    assert code == 0 and max(map(len, text.split("All 2 runs")[0].splitlines())) <= 80
-    said = " ".join(text.split())
-    for part in (
-        "1B 2 1.28B 20B 38,147 110 8 13.8 h 46.1 GB",  # two checkpoints stay, one is being written
-        "92.15 GB of disk",
-        "ids below 50,280, in $OLMO_DATA_DIR",
-        "olmo-lns data fetch dolma --out $OLMO_DATA_DIR --tokens 20000014336",
-        "next: olmo-lns study launch paper --out RUNS --only 1B-preln 1B-lns --gpu H100 --run",
-    ):
-        assert part in said, part
-
-
-def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(tmp_path, capsys):
-    code, text = plan(capsys, "paper-megatron", "--only", "7B-lns", "--gpus", "16")
-    assert code == 0 and re.search(r"7B +1 .* 16 ", text) and "--only 7B-lns --gpus 16 --slurm JOBS" in text
-    assert "olmo-lns data megatron TOKENS" in text and "in the folder that has pretrain_gpt.py" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("7B")]
-    assert row.endswith("248 GB")  # as many as OLMo's pack keeps
+def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(capsys):
+    code, text = plan(capsys, "paper-megatron", "--only", "7B-lns", "--gpus", "16", "--gpu", "H100")
+    assert code == 0 and re.search(r"7B +1 +6.89B +20B +38,147 +608.0 +16 ", text)
+    assert "olmo-lns data check $MEGATRON_DATA --sequence 2048 --rows 9765632" in text
     study = Study.load("paper-megatron")
     layouts = {(None, None): (4, 8), (16, None): (2, 8), (4, None): (1, 4), (16, 4): (4, 4), (None, 2): (2, 8)}
     for (gpus, nodes), expected in layouts.items():
         assert replace(study, gpus=gpus, nodes=nodes).layout(study.runs[-1]) == expected
-    with pytest.raises(LNSConfigError, match="3 GPUs do not fill 2 nodes evenly"):
+    with pytest.raises(LNSConfigError, match="3 GPUs do not fill 2 nodes"):
         replace(study, gpus=3, nodes=2).layout(study.runs[-1])
-
-
-def test_a_study_on_c4_is_told_how_to_make_its_rows(capsys):
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    _, text = plan(capsys, "llama-c4", "--only", "130M")
-    assert "ids below 32,000 and label masks" in text and "dolma" not in text
-    assert "prepare c4 train --tokenizer t5-base" in text and "--rows 10240000" in text and "--vocab-size 32000" in text

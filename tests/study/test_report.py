@@ -11,7 +11,7 @@ import pandas as pd
 
 from olmo_lns.study import cli
 from olmo_lns.study import reporting as report
-from olmo_lns.study.collect import collect, read_results
+from olmo_lns.study.collect import collect
 
 
 def results(study, losses):
@@ -29,20 +29,19 @@ def test_a_report_shows_each_arm_at_its_best_rate(built):
     built.save()
     losses = {"ax0.001-preln-s1": 3.0, "ax0.002-preln-s1": 3.2, "ax0.002-lns-s1": 3.1, "ax0.004-lns-s1": 2.9}
     given = results(built.study, losses)
-    text = report.markdown(built.study, given, None)
-    assert "| Pre-LN | 3.0000 (1 seed) at 0.001 | " in text
-    assert "| Pre-LN + LNS | 2.9000 (1 seed) at 0.004; -0.1000 (1 seed) | " in text
-    assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "at its best learning rate" in text
+    text = report.markdown(built.study, report.complete(built.study, given), None)
+    assert "| Pre-LN | 3.0000 (n = 1) at 0.001 | " in text
+    assert "| Pre-LN + LNS | 2.9000 (n = 1) at 0.004; -0.1000 (n = 1) | " in text
+    assert "| a | 0.002 | 3.2000 (n = 1) | 3.1000 (n = 1) |" in text and "at its best rate" in text
 
 
-def test_a_report_names_incomplete_runs(built, capsys):
+def test_unfinished_runs_are_in_no_number(built, capsys):
     for run, loss in zip(built.study.runs, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
         built.finish(run.name, loss, until=5 if run.name == "b-lns-s1" else None)
     for command in ("collect", "report"):
         assert cli.main([command, str(built.path), "--out", str(built.out)]) == 0
     text = (built.out / "report" / "report.md").read_text()
-    assert "5 of 6 runs complete" in text and "incomplete (5 steps)" in text
-    assert "-0.1200 ± 0.0283 (2 seeds)" in text
+    assert "5 of 6 runs complete" in text and "-0.1200 ± 0.0283 (n = 2)" in text
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -53,14 +52,11 @@ def test_perplexity_is_shown_beside_the_published_one(built):
     for run, loss in zip(built.study.runs, (3.2, 3.1, 2.9, 2.8), strict=True):
         log = built.finish(run.name, loss) / "attempt-01.log"
         log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss:.3f}\n")
-    collect(built.study, built.out)
-    text = report.markdown(built.study, read_results(built.out / "results.csv"), None)
-    # 1B: the paper's mean divides the sum of 182 batches by 183.
-    better = f"{math.exp(math.log(17.02) * 183 / 182):.2f}"
-    assert f"| Pre-LN | {math.exp(3.2):.2f} | 26.73 | {math.exp(2.9):.2f} | 17.02 ({better}) |" in text
+    every = report.complete(built.study, collect(built.study, built.out))
+    text = report.markdown(built.study, every, None)
+    one, other = (f"{math.exp(loss):.2f} (n = 1)" for loss in (3.2, 2.9))
+    assert f"| Pre-LN | {one} | 26.73 | {other} | 17.02 |" in text and f"| Pre-LN | {one} | {other} |" in text
     assert "| Mix-LN | – | 26.07 | – | 1414.78 |" in text and "divides the sum of n batches by n + 1" in text
-    assert f"| Pre-LN + LNS | {math.exp(3.1):.2f} | {math.exp(2.8):.2f} |" in text
-    assert report.corrected("250M", 21.92) == pytest.approx(22.68, abs=0.01) and report.corrected("130M", 26.73) is None
 
 
 def test_only_seeds_that_both_arms_have_are_compared(built):

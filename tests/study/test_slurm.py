@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from support.studies import REPOSITORY
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
@@ -32,11 +33,10 @@ def _port():
         return int(free.getsockname()[1])
 
 
-def _configuration(folder, munge, nodes):
-    """Return a slurm.conf with ``nodes`` nodes on this machine, each with a slurmd of its own."""
+def _configuration(folder, munge):
+    """Return a slurm.conf with two nodes on this machine, each with a slurmd of its own."""
     host = socket.gethostname().partition(".")[0]
-    cpus = f"CPUs={os.cpu_count() if nodes == 1 else 1} State=UNKNOWN"
-    lines = [f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} {cpus}" for n in range(nodes)]
+    node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1 State=UNKNOWN"
     return f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={_port()}
@@ -51,31 +51,32 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin={"task/affinity" if nodes == 1 else "task/none"}
+TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-{chr(10).join(lines)}
+NodeName=node0 Port={_port()} {node}
+NodeName=node1 Port={_port()} {node}
 PartitionName=short Nodes=ALL Default=NO MaxTime=60 State=UP
 PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 
 
 @pytest.fixture
-def cluster(request, monkeypatch):
+def cluster(monkeypatch):
     # Not pytest's folder, whose path may be too long: the path of a socket has 108 bytes at most.
-    folder, nodes = Path(tempfile.mkdtemp(prefix="slurm-")), request.param
-    for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    for name in ("state", "munge", "spool-node0", "spool-node1"):
         (folder / name).mkdir(parents=True)
         (folder / name).chmod(0o700)
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     munge = folder / "munge" / "socket"
-    (folder / "slurm.conf").write_text(_configuration(folder, munge, nodes))
+    (folder / "slurm.conf").write_text(_configuration(folder, munge))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     monkeypatch.setenv("PATH", SBIN)
     words = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "log", "pid", "seed")]
@@ -84,12 +85,12 @@ def cluster(request, monkeypatch):
     ]
     try:
         _wait(munge.exists, "munged's socket")
-        for command in (["slurmctld"], *(["slurmd", "-N", f"node{n}"] for n in range(nodes))):
+        for command in (["slurmctld"], ["slurmd", "-N", "node0"], ["slurmd", "-N", "node1"]):
             log = (folder / f"{command[-1]}.out").open("wb")
             daemons.append(subprocess.Popen([*command, "-D"], stdout=log, stderr=log))
         states = ["sinfo", "-h", "-N", "-p", "short", "-o", "%T"]
         _wait(
-            lambda: subprocess.run(states, capture_output=True, text=True).stdout.split() == ["idle"] * nodes, "nodes"
+            lambda: subprocess.run(states, capture_output=True, text=True).stdout.split() == ["idle", "idle"], "nodes"
         )
         yield folder
     finally:
@@ -106,23 +107,28 @@ def _wait(ready, what, seconds=60):
         time.sleep(0.2)
 
 
-def _study(work, launch, more=""):
+def _study(work):
     """Describe two short runs whose training script prints where it runs, and return the Slurm script of their size."""
     from olmo_lns.study.data import corpora
 
     corpora.build(work.parent / "data")
     work.mkdir()
     (work / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH" FROM_ACTIVATE=$UNSET_IS_FINE\n')
-    setup = f"setup: [source {work}/activate]"
-    sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2%s}}"
+    size = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "max_duration": 4, "scheduler.t_warmup": 2}
+    launch = {"command": "train.py", "threads": 1, "setup": [f"source {work}/activate"], "nodes": 2}
+    description = {
+        "name": "micro",
+        "config": os.path.relpath(REPOSITORY, work) + "/configs/study/tiny-base.yaml",
+        "sizes": {"s": size | {"distributed_strategy": "ddp"}},
+        "arms": ["preln", "lns"],
+        "seeds": [1],
+        "launch": launch | {"sbatch": {"gpus-per-node": None, "cpus-per-task": 1}},
+    }
+    (work / "study.yaml").write_text(yaml.safe_dump(description))
     (work / "train.py").write_text(
-        "import os, sys\nfrom olmo_lns import cli\nprint('cores', len(os.sched_getaffinity(0)), flush=True)\n"
+        "import os, sys\nfrom olmo_lns import cli\n"
         "print('rank', os.environ.get('RANK'), 'on', os.environ['SLURMD_NODENAME'], flush=True)\n"
         "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
-    )
-    (work / "study.yaml").write_text(
-        f"name: micro\nconfig: {os.path.relpath(REPOSITORY, work)}/configs/study/tiny-base.yaml\nsizes: {sizes % more}\n"
-        f"arms: [preln, lns]\nseeds: [1]\nlaunch: {{command: train.py, threads: 1, {setup}, {launch}}}\n"
     )
     words = ["launch", "study.yaml", "--out", "runs", "--slurm", "jobs"]
     command = [sys.executable, "-m", "olmo_lns", "study", *words]
@@ -151,25 +157,13 @@ def _submit(script, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.parametrize("cluster", [1], indirect=True)
-def test_real_slurm_runs_the_scripts_from_another_folder(cluster, tmp_path):
-    """Paths are relative, out does not exist yet, and jobs are submitted from elsewhere; the logs are in out."""
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    script = _study(tmp_path / "work", "sbatch: {gpus-per-node: null, cpus-per-task: 2}")
-    logs = _submit(script, tmp_path)
-    assert len(logs) == 2 and all("cores 2\n" in log for log in logs)
+def test_real_slurm_runs_a_script_from_another_folder_with_a_rank_on_each_of_two_nodes(cluster, tmp_path):
+    """Each of two slurmd starts one process, and torchrun connects them under the name of the first node.
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_a_run_over_two_nodes_has_a_rank_on_each(cluster, tmp_path):
-    """Each of two slurmd starts one process, and torchrun connects them under the name of the first node."""
+    Paths are relative, and out does not exist yet.
+    """
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    sbatch = "{gpus-per-node: null, cpus-per-task: 1}"
-    script = _study(tmp_path / "work", f"nodes: 2, sbatch: {sbatch}", ", distributed_strategy: ddp")
-    logs = _submit(script, tmp_path)
-    for log in logs:
+    for log in _submit(_study(tmp_path / "work"), tmp_path):
         ranks = sorted(line for line in set(log.splitlines()) if line.startswith("rank ") and " on node" in line)
         # The rendezvous gives the ranks to the nodes as they come.
         assert ranks in (["rank 0 on node0", "rank 1 on node1"], ["rank 0 on node1", "rank 1 on node0"])

@@ -47,17 +47,15 @@ class Built:
 
     def finish(self, name, final, *, until=None, **changed):
         """Write a run: the config that OLMo saves, with the ``changed`` keys, and a log up to step ``until``."""
+        from omegaconf import OmegaConf
+
         run = next(run for run in self.study.runs if run.name == name)
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        tree = {}
+        saved = OmegaConf.create()
         for key, value in {**run.settings, **changed, "save_folder": str(folder)}.items():
-            *parents, last = key.split(".")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = list(value) if isinstance(value, tuple) else value
-        (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+            OmegaConf.update(saved, key, value)
+        OmegaConf.save(saved, folder / "config.yaml")
         steps = run.shape.steps
         losses = {step: f"{final + 1 - step / steps:.4f}" for step in range(1, (until or steps) + 1)}
         (folder / "attempt-01.log").write_text(olmo_log(dict(losses), total=steps))

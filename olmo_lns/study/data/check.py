@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import DOLMA
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
 NUMPY_HEADER = b"\x93NUMPY"
-INDEX_HEADER = b"MMIDIDX\x00\x00"
-INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 CHUNK = 1 << 26  # tokens per check
 
 
@@ -45,19 +42,16 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
     :raises LNSConfigError: a path that does not exist, or nothing found.
     """
-    found: list[Path] = []
-    paths = list(paths)
+    found: dict[str, Path] = {}
     for path in paths:
-        if path.is_dir():
-            found += sorted(_walk(path))
-        elif path.is_file():
-            found.append(path.with_suffix(".bin") if path.suffix == ".idx" else path)
-        else:
+        if not path.exists():
             raise LNSConfigError(f"{path}: no such file or folder")
+        named = path.with_suffix(".bin") if path.suffix == ".idx" else path
+        for file in sorted(_walk(path)) if path.is_dir() else [named]:
+            found.setdefault(os.path.realpath(file), file)
     if not found:
-        where = ", ".join(map(str, paths))
-        raise LNSConfigError(f"no data found in {where}: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
-    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+        raise LNSConfigError("no data found: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
+    return [*found.values()]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -68,7 +62,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        yield from (Path(root, name) for name in names if name.endswith((".npy", ".bin")) and not name.startswith("."))
+        yield from (Path(root, name) for name in names if name.endswith((".npy", ".bin")))
 
 
 def record_of(path: Path) -> dict[str, Any]:
@@ -86,30 +80,25 @@ def record_of(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None = None, eos: int | None = None) -> Data:
-    """Read and check one memmap; faults are in ``problems``, and nothing is raised.
+    """Read and check one file; faults are in ``problems``, and nothing is raised.
 
     :param dtype, vocabulary: those of the training config; None reads the record beside the file (without one uint16,
         and the vocabulary of the shipped configs); a Megatron file names its dtype. :param eos: the same; -1: none.
     """
     result = Data(path, dtype or "uint16")
     try:
-        if path.suffix == ".bin":
-            result.eos = DOLMA.eos if eos is None else eos
-            _tokens(result, vocabulary or DOLMA.embedding, documents=_index(result))
-            return result
         known = record_of(path)
-        if dtype and known.get("dtype", dtype) != dtype:
-            raise LNSConfigError(f"the record beside it has dtype {known['dtype']}, expected {dtype}")
-        if vocabulary and (recorded := known.get("vocabulary", 0)) > vocabulary:
-            raise LNSConfigError(f"the record beside it has vocabulary {recorded}, expected {vocabulary}")
-        result.dtype = dtype or str(known.get("dtype") or "uint16")
-        if result.dtype not in DTYPES:
-            raise LNSConfigError(f"the record beside it has dtype {result.dtype}: expected {', '.join(DTYPES)}")
+        result.eos = int(known.get("eos", DOLMA.eos)) if eos is None else eos
+        if path.suffix == ".bin":
+            documents = _index(result)
+            _tokens(result, vocabulary or DOLMA.embedding)
+            result.documents = documents
+            return result
+        result.dtype = dtype or str(known.get("dtype", "uint16"))
         with path.open("rb") as file:
             if file.read(len(NUMPY_HEADER)) == NUMPY_HEADER:
                 raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
-        result.eos = int(known.get("eos", DOLMA.eos)) if eos is None else eos
-        _tokens(result, vocabulary or int(known.get("vocabulary") or DOLMA.vocabulary))
+        _tokens(result, vocabulary or int(known.get("vocabulary", DOLMA.vocabulary)))
         if (mask := path.with_suffix(".mask")).is_file():
             if (found := mask.stat().st_size) != result.tokens:
                 raise LNSConfigError(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
@@ -119,8 +108,8 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
     return result
 
 
-def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None:
-    """Check the ids of a memmap. :param documents: number in Megatron's index; None counts end tokens."""
+def _tokens(result: Data, vocabulary: int) -> None:
+    """Check and count the ids of a memmap."""
     eos = None if result.eos == -1 else result.eos
     size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
     if not size:
@@ -130,12 +119,11 @@ def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None
             f"{size:,} bytes, expected a multiple of {width} ({result.dtype}): truncated, or another dtype"
         )
     memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
-    result.tokens, result.lowest, odd, ends = len(memmap), int(memmap[0]), 0, 0
+    result.tokens, result.lowest, odd = len(memmap), int(memmap[0]), 0
     for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
         result.lowest, result.highest = min(result.lowest, int(part.min())), max(result.highest, int(part.max()))
-        ends += 0 if eos is None else int((part == eos).sum())
+        result.documents += 0 if eos is None else int((part == eos).sum())
         odd = max(odd, int(part[1::2].max(initial=0)))
-    result.documents = ends if documents is None else documents
     if len(memmap) > 1 and result.highest > 255 and odd < 16:  # high halves of ids below a million
         raise LNSConfigError(
             f"every second token is 0 or close to 0: the file seems to have a wider dtype than {result.dtype}"
@@ -144,29 +132,28 @@ def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None
         bad = result.lowest if result.lowest < 0 else result.highest
         where = f"outside the vocabulary of {vocabulary:,}: not {result.dtype}, or of another tokenizer"
         raise LNSConfigError(f"token {bad:,} is {where}")
-    if eos is not None and not ends:
+    if eos is not None and not result.documents:
         raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or other --eos")
 
 
 def _index(result: Data) -> int:
-    """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
+    """Set the dtype of a ``.bin`` and return its number of documents, both from its ``.idx``.
 
-    :returns: number of documents. :raises LNSConfigError: not an index of this ``.bin``. :raises OSError: no index.
+    :raises LNSConfigError: Megatron cannot read the index, or it is of another ``.bin``.
     """
-    index = result.path.with_suffix(".idx")
-    raw = index.read_bytes()
-    if raw[:9] != INDEX_HEADER or len(raw) < 34:
-        raise LNSConfigError(f"{index.name} does not start with Megatron's index header: not an indexed dataset")
-    version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
-    needed = 34 + sequences * (4 + 8) + documents * 8
-    if version != 1 or code not in INDEX_DTYPES or len(raw) < needed:
-        found = f"version {version}, dtype code {code}, {len(raw):,} of {needed:,} bytes"
-        raise LNSConfigError(f"{index.name}: {found}: damaged or unknown")
-    result.dtype = INDEX_DTYPES[code]
-    stored = int(np.frombuffer(raw, "<i4", sequences, 34).sum(dtype=np.int64)) * np.dtype(result.dtype).itemsize
-    if stored != (size := result.path.stat().st_size):
-        raise LNSConfigError(f"{size:,} bytes, but its index counts {stored:,}: truncated")
-    return int(documents) - 1
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    if not result.path.with_suffix(".idx").is_file():
+        raise LNSConfigError("has no .idx beside it")
+    try:
+        index = IndexedDataset(str(result.path.with_suffix(""))).index
+    except (AssertionError, ValueError) as error:
+        raise LNSConfigError(f"Megatron cannot read it: {one_line(error)}") from None
+    result.dtype = np.dtype(index.dtype).name
+    counted = int(index.sequence_lengths.sum(dtype=np.int64)) * np.dtype(index.dtype).itemsize
+    if counted != (size := result.path.stat().st_size):
+        raise LNSConfigError(f"{size:,} bytes, but its index counts {counted:,}: truncated")
+    return len(index.document_indices) - 1
 
 
 def held_out(path: Path) -> bool:
@@ -193,9 +180,9 @@ def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> 
     trained_on = f"{usable:,} tokens to train on in {sequences:,} sequences of {sequence}"
     print(f"{len(results)} files, {trained_on}, {bad} problems")
     for wanted, found, what in ((budget, usable, "tokens"), (rows, sequences, "sequences")):
-        if wanted:
-            short = f"short: the run would read the data {wanted / max(1, found):.3g} times"
-            word = "enough" if found >= wanted else short
-            print(f"wanted {wanted:,.0f} {what}: {word if found else 'found none'}")
-            bad += found < wanted
+        if wanted > found:
+            print(
+                f"PROBLEM: wanted {wanted:,.0f} {what}: the run would read the data {wanted / max(1, found):.3g} times"
+            )
+            bad += 1
     return bad

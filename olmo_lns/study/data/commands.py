@@ -7,17 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import Parser
+from olmo_lns.arguments import Parser, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.files import located
-
-
-def _path(text: str) -> Path:
-    if not text.strip():  # Path("") would be the current folder
-        raise argparse.ArgumentTypeError("the path is empty: is the variable on the command line set?")
-    return Path(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,25 +23,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     checking.add_argument("--budget", type=float, default=0, help="tokens to train on, without padding, such as 20e9")
     checking.add_argument("--rows", type=float, default=0, help="sequences a run reads: steps × batch")
-    checking.add_argument("--sequence", type=int, default=4096, help="sequence length (default 4096)")
+    checking.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
     fetching = commands.add_parser("fetch", help="fetch a list of tokenised files, of each only the needed part")
     fetching.add_argument("list", help="a file, or a name of the pack: dolma")
     fetching.add_argument("--tokens", type=float, default=20e9, help="tokens of training text (default 20e9)")
     fetching.add_argument("--heldout", type=float, default=2e6, help="tokens of held-out text (default 2e6)")
-    fetching.add_argument("-o", "--out", type=_path, required=True, help="folder")
+    fetching.add_argument("-o", "--out", type=Path, required=True, help="folder")
     prepare.arguments(
         commands.add_parser(
             "prepare",
             help="tokenise C4 or JSON lines",
             description="Tokenise text into OLMo's memmaps. No partial files are left.",
-            epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --layout rows --sequence 256 "
+            epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --sequence 256 "
             "--eos '</s>' --pad '<pad>' --out c4",
         )
     )
     converting = commands.add_parser("megatron", help="turn OLMo's memmaps into Megatron's .bin and .idx")
-    converting.add_argument("-o", "--out", type=_path, required=True, help="folder")
+    converting.add_argument("-o", "--out", type=Path, required=True, help="folder")
     for command in (checking, converting):
-        command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
+        command.add_argument("paths", nargs="+", type=Path, help="folders (searched recursively) or files")
         command.add_argument(
             "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: their record's, uint16)"
         )
@@ -72,8 +66,6 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    if args.sequence < 1:
-        raise LNSConfigError(f"--sequence {args.sequence}: expected a whole number above 0")
     found = [
         check.check_file(path, dtype=args.dtype, vocabulary=args.vocab_size, eos=args.eos)
         for path in check.find(args.paths)

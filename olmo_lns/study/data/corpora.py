@@ -6,18 +6,13 @@ bytes (0–255); 256 ends a document. The same Python and packages give the same
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import sysconfig
-from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,8 +21,6 @@ from olmo_lns.text import write_whole
 
 #: The end-of-document id, after the bytes.
 EOS_TOKEN_ID = 256
-#: Tokens in the vocabulary: 256 bytes and the end of document.
-VOCAB_SIZE = 257
 #: One document in so many is held out.
 HELDOUT_EVERY = 16
 #: Not in every distribution of Python, generated on the machine, or not Python's own.
@@ -39,30 +32,6 @@ PACKAGES = (
 )  # fmt: skip
 #: Size limit of a source; larger ones are tables of numbers or generated.
 _LARGEST = 1 << 18
-_FILES = ("train.npy", "heldout.npy", "tokenizer.json", "data.json")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A corpus that :func:`build` made.
-
-    :param train, heldout: flat uint16 memmaps of token ids, without a header, as OLMo reads them.
-    :param tokenizer: a ``tokenizer.json`` that maps text to the same ids.
-    :param train_tokens, heldout_tokens: lengths of the two.
-    :param digest: SHA-256 over both files, in hex.
-    :param packages: name -> version of the packages whose sources it has.
-    """
-
-    train: Path
-    heldout: Path
-    tokenizer: Path
-    train_tokens: int
-    heldout_tokens: int
-    digest: str
-    python: str
-    packages: dict[str, str] = field(default_factory=dict)
-    vocab_size: int = VOCAB_SIZE
-    eos_token_id: int = EOS_TOKEN_ID
 
 
 def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
@@ -96,46 +65,31 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
     return ((name, names[name]) for name in sorted(names) if _SKIPPED.isdisjoint(name.split("/")))
 
 
-def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
-    """Write ``train.npy``, ``heldout.npy``, ``tokenizer.json`` and ``data.json``, in about two seconds.
+def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
+    """Write ``train.npy``, ``heldout.npy`` and ``tokenizer.json`` into a folder, and return it; about two seconds.
 
-    Existing files of this Python and these packages are kept. One document in sixteen is held out.
+    The ``.npy`` are flat uint16 memmaps without a header, as OLMo reads them. One document in sixteen is held out.
 
     :param packages: packages whose sources follow Python's.
     :raises LNSConfigError: this Python has no sources, or a package is not installed.
     """
-    known = packages_distributions() if packages else {}
-    versions = {name: version(known[name][0]) if name in known else "?" for name in packages}
-    here = {"python": platform.python_version(), "packages": versions}
     folder = Path(folder).absolute()
+    split: dict[str, list[bytes]] = {"train": [], "heldout": []}
+    for number, (_, text) in enumerate(documents(packages), start=1):
+        split["train" if number % HELDOUT_EVERY else "heldout"].append(text)
+    if len(split["train"]) < 100:
+        raise LNSConfigError(f"{sysconfig.get_path('stdlib')} has no sources: use a Python with its library's sources")
     folder.mkdir(parents=True, exist_ok=True)
-    train, heldout, tokenizer, manifest = (folder / name for name in _FILES)
-    facts = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
-    sizes = {train: facts.get("train_tokens", 0), heldout: facts.get("heldout_tokens", 0)}
-    whole = all(path.is_file() and path.stat().st_size == 2 * tokens for path, tokens in sizes.items())
-    if not (whole and tokenizer.is_file() and facts == facts | here):
-        split: tuple[list[bytes], list[bytes]] = ([], [])
-        for number, (_, text) in enumerate(documents(packages)):
-            split[number % HELDOUT_EVERY == HELDOUT_EVERY - 1].append(text)
-        if len(split[0]) < 100:
-            raise LNSConfigError(
-                f"found {len(split[0])} documents under {sysconfig.get_path('stdlib')}, expected the standard "
-                "library's sources: use a Python with its sources"
-            )
-        digest = hashlib.sha256()
-        counts = [_write_tokens(path, texts, digest) for path, texts in zip((train, heldout), split, strict=True)]
-        _write_tokenizer(tokenizer)
-        facts = {"train_tokens": counts[0], "heldout_tokens": counts[1], "digest": digest.hexdigest(), **here}
-        write_whole(manifest, json.dumps(facts, indent=2) + "\n")  # last, as the mark of complete files
-    return Text(train, heldout, tokenizer, **facts)
+    for name, texts in split.items():
+        write_whole(folder / f"{name}.npy", _tokens(texts))
+    _write_tokenizer(folder / "tokenizer.json")
+    return folder
 
 
-def _write_tokens(path: Path, texts: Iterable[bytes], digest: hashlib._Hash) -> int:
-    end = np.array([EOS_TOKEN_ID], dtype=np.uint16)
-    tokens = np.concatenate([part for text in texts for part in (np.frombuffer(text, np.uint8).astype(np.uint16), end)])
-    write_whole(path, tokens.astype("<u2").tobytes())
-    digest.update(tokens.astype("<u2").tobytes())
-    return len(tokens)
+def _tokens(texts: list[bytes]) -> bytes:
+    """Return documents as little-endian uint16 ids, each with its end."""
+    end = EOS_TOKEN_ID.to_bytes(2, "little")
+    return b"".join(np.frombuffer(text, np.uint8).astype("<u2").tobytes() + end for text in texts)
 
 
 def _write_tokenizer(path: Path) -> None:
@@ -164,8 +118,8 @@ DOLMA = SimpleNamespace(
     dtype="uint16",
     files="*.npy",
 )
-#: ``data:`` of a description -> the function that writes this corpus into a folder, or keeps an existing one.
-BUILT: dict[str, Callable[[Path], Text]] = {
+#: ``data:`` of a description -> the function that writes this corpus into a folder.
+BUILT: dict[str, Callable[[Path], Path]] = {
     "demo": build,
     "packages": partial(build, packages=PACKAGES),
 }

@@ -17,19 +17,16 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.files import flatten
 
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-#: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
-GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
-
 
 @dataclass(frozen=True)
 class Shape:
-    """A Pre-LN decoder with SwiGLU and no biases, and its training budget.
+    """A Pre-LN decoder with SwiGLU and no biases, its training budget, and its layout over GPUs.
 
     :param inner: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
     :param vocabulary: rows of the embedding table, padding included.
     :param sequence: tokens in a sequence. :param batch: sequences in an optimizer step.
     :param steps: optimizer steps; 0 for a duration in epochs, which depends on the data.
+    :param micro_batch: a GPU's part of the batch is a multiple of this. :param split: GPUs that share one model.
     """
 
     layers: int
@@ -45,22 +42,20 @@ class Shape:
     steps: int
     warmup: int
     learning_rate: float
+    micro_batch: int = 1
+    split: int = 1
 
     @property
     def embedding(self) -> int:
         return self.vocabulary * self.width
 
     @property
-    def block(self) -> int:
-        """Parameters of a block, without its norms."""
-        kv = self.width * self.kv_heads // self.heads
-        return 2 * self.width**2 + 2 * self.width * kv + 3 * self.width * self.inner
-
-    @property
     def parameters(self) -> int:
         """All parameters, the output projection counted unless tied."""
+        kv = self.width * self.kv_heads // self.heads
+        block = 2 * self.width**2 + 2 * self.width * kv + 3 * self.width * self.inner
         norms = (2 * self.layers + 1) * self.width if self.gain else 0
-        return self.embedding * (1 if self.tied else 2) + self.layers * self.block + norms
+        return self.embedding * (1 if self.tied else 2) + self.layers * block + norms
 
     @property
     def tokens_per_step(self) -> int:
@@ -78,35 +73,14 @@ class Shape:
         n = self.parameters if self.tied else self.parameters - self.embedding
         return (6 * n + 12 * self.layers * self.width * self.sequence) * float(self.tokens)
 
-
-@dataclass(frozen=True)
-class Machine:
-    """The layout of a run over its GPUs.
-
-    :param micro_batch: sequences per GPU and forward.
-    :param split: number of GPUs that share one model, by the setting ``split_by``.
-    :param even: each GPU needs whole micro-batches.
-    """
-
-    micro_batch: int
-    split: int = 1
-    split_by: str = ""
-    even: bool = True
-
-    def problem(self, shape: Shape, gpus: int) -> str | None:
-        """Return the reason why the batch cannot be divided over the GPUs; None if it can."""
-        if gpus % self.split:
-            return f"{self.split_by} is more than {gpus} GPUs, or does not divide them"
-        if self.even and shape.batch % self.micro_batch:
-            return f"the batch of {shape.batch} is not a multiple of the micro-batch of {self.micro_batch}"
-        if shape.batch % (gpus // self.split * (self.micro_batch if self.even else 1)):
-            by = f" with {self.split_by}" if self.split > 1 else ""
-            times = f" × micro-batch {self.micro_batch}" if self.even else ""
-            return (
-                f"{gpus} GPUs{by}{times} do not divide the batch of {shape.batch}: take another number of GPUs"
-                f"{' or a smaller micro-batch' if self.even else ''}"
-            )
-        return None
+    def problem(self, gpus: int) -> str | None:
+        """Return the reason why GPUs cannot share the batch evenly; None if they can."""
+        if gpus % self.split == 0 and self.batch % (gpus // self.split * self.micro_batch) == 0:
+            return None
+        return (
+            f"{gpus} GPUs, {self.split} for each copy of the model, at a micro-batch of {self.micro_batch} do not "
+            f"divide the batch of {self.batch}: take another number of GPUs or a smaller micro-batch"
+        )
 
 
 class Engine(Protocol):
@@ -116,10 +90,10 @@ class Engine(Protocol):
     :param file_key: top-level key that identifies this framework's config files.
     :param arm_keys: keys that define an arm and may differ between two arms of one size.
     :param compared: keys that change the loss by more than rounding; not names, folders and the machine.
+    :param base_arm: arm whose config file serves an arm without a file.
     :param save_variable, data_variable: environment variables that the config files read.
     :param plain_keys: field of the shape -> the setting with the same value.
     :param rate_keys: settings that scale with the learning rate, the peak first.
-    :param indexed_data: true if the data need an index of token files (``data megatron``).
     """
 
     name: str
@@ -128,11 +102,11 @@ class Engine(Protocol):
     default_seed: int = 6198
     arm_keys: frozenset[str]
     compared: re.Pattern[str]
+    base_arm: str = "preln"
     save_variable: str = "OLMO_SAVE_DIR"
     data_variable: str = "OLMO_DATA_DIR"
     plain_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
-    indexed_data: bool = False
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """Return the settings of an arm; None if the framework does not support it."""
@@ -171,22 +145,16 @@ class Engine(Protocol):
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the shape that need more than one setting."""
 
-    def machine(self, settings: Mapping[str, Any]) -> Machine:
-        """Return the layout of a run over its GPUs."""
-
-    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        """Return the number of checkpoints that a run of ``steps`` leaves on disk."""
-
-    def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
-        """Return ``(vocabulary, uses label masks)`` of the config's data."""
-        return self.shape(settings).vocabulary, False
-
     def count(self, path: Path, loaded: Any) -> int:
         """Count the parameters, with the framework's model if it can be built."""
         return self.shape(self.settings(loaded)).parameters
 
-    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        """Return ``(problems, notes)`` of a loaded file; a note names a check that was not possible."""
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
+        """Return the contradictions between the settings of a loaded file."""
+
+    def unchecked(self) -> str:
+        """Return the check that this environment does not allow, ``""`` without any."""
+        return ""
 
     def words(self, run: Run, folder: Path) -> list[str]:
         """Return the training script's arguments for a run in ``folder``, new or resumed."""
@@ -213,11 +181,12 @@ def dot_list(settings: Mapping[str, Any]) -> list[str]:
 class Run:
     """One training run of a study; ``name`` is also its folder.
 
+    :param group: size; runs of the same group and seed are compared.
     :param arm: ``""`` for a config without an arm's name.
-    :param rate: learning rate from the description's ``rates``, else None; ``size`` then ends in it: ``60Mx0.0006``.
+    :param rate: learning rate from the description's ``rates``, else None.
     """
 
-    size: str
+    group: str
     arm: str
     seed: int
     engine: Engine
@@ -226,9 +195,9 @@ class Run:
     rate: float | None = None
 
     @property
-    def group(self) -> str:
-        """The size without the learning rate; runs of the same group and seed are compared."""
-        return self.size if self.rate is None else self.size.replace(f"x{self.rate:g}", "", 1)
+    def size(self) -> str:
+        """The group, with the learning rate if there is one: ``60Mx0.0006``."""
+        return self.group if self.rate is None else f"{self.group}x{self.rate:g}"
 
     @property
     def name(self) -> str:
@@ -243,6 +212,11 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """All flat settings."""
         return self.engine.settings(self.loaded)
+
+    @cached_property
+    def counted(self) -> int:
+        """Number of parameters, of the framework's model if it can be built."""
+        return self.engine.count(self.config, self.loaded)
 
     @property
     def shape(self) -> Shape:

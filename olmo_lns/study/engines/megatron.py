@@ -24,7 +24,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run
+from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.files import VARIABLE, filled, located
 from olmo_lns.study.files import read as read_yaml
 
@@ -45,6 +45,10 @@ def read(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in raw.items()}
 
 
+def _omitted(value: Any) -> bool:
+    return value is None or value is False
+
+
 def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[str]:
     """Return flags and values for an argument list.
 
@@ -53,7 +57,7 @@ def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[
     """
     flags: list[str] = []
     for key, value in settings.items():
-        if value is None or value is False:
+        if _omitted(value):
             continue
         flags.append(flag := "--" + key.replace("_", "-"))
         for text in map(str, [] if value is True else value if isinstance(value, list) else [value]):
@@ -68,17 +72,17 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
 
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
 
-    :raises LNSConfigError: no file after the option, a repeated option, or errors of :func:`read` and :func:`to_flags`.
+    :raises LNSConfigError: two files, or errors of :func:`read` and :func:`to_flags`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, action="append", nargs="?", default=[], dest="files")
+    parser.add_argument(OPTION, dest="files", type=Path, action="append", default=[])
     own, explicit = parser.parse_known_args(argv)
     if not own.files:
         return explicit
-    if len(own.files) > 1 or not own.files[0]:
-        raise LNSConfigError(f"{OPTION} {own.files}: expected one file after {OPTION}")
+    if len(own.files) > 1:
+        raise LNSConfigError(f"{OPTION}: found {len(own.files)} files, expected one")
     given = {word[2:].split("=", 1)[0].replace("-", "_") for word in explicit if word.startswith("--")}
-    in_file = {key: value for key, value in read(Path(own.files[0])).items() if key not in given}
+    in_file = {key: value for key, value in read(own.files[0]).items() if key not in given}
     return to_flags(in_file, placeholder=placeholder) + explicit
 
 
@@ -158,8 +162,8 @@ class MegatronEngine(Engine):
         r"num_layers_per_virtual|sequence_parallel|use_distributed_optimizer|overlap_|recompute_|exit_|eval_|app_tag|"
         r"num_workers|non_persistent_|ckpt_|async_save|distributed_|lns_config|norm_backend|iteration|consumed_)"
     )
+    base_arm = "preln_scaled_init"  # the stock files, without a flag that would have to be removed
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
-    indexed_data = True
     plain_keys = {
         "layers": "num_layers", "width": "hidden_size", "heads": "num_attention_heads", "inner": "ffn_hidden_size",
         "sequence": "seq_length", "batch": "global_batch_size", "steps": "train_iters",
@@ -197,47 +201,39 @@ class MegatronEngine(Engine):
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         groups = settings.get("num_query_groups") if settings.get("group_query_attention") else None
+        tensor = int(settings.get("tensor_model_parallel_size") or 1)
         # The padded vocabulary: the tokenizer's size up to the next multiple of divisible-by × TP.
-        multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
-        multiple *= int(settings.get("tensor_model_parallel_size") or 1)
+        multiple = int(settings.get("make_vocab_size_divisible_by") or 128) * tensor
         return {
             "kv_heads": int(groups or settings["num_attention_heads"]),
             "vocabulary": -(-int(settings["vocab_size"]) // multiple) * multiple,
             "tied": not settings.get("untie_embeddings_and_output_weights"),
             "gain": True,
             "warmup": int(settings.get("lr_warmup_iters") or 0),
+            "micro_batch": int(settings.get("micro_batch_size") or 1),
+            "split": tensor * int(settings.get("pipeline_model_parallel_size") or 1),
         }
 
-    def machine(self, settings: Mapping[str, Any]) -> Machine:
-        tensor = int(settings.get("tensor_model_parallel_size") or 1)
-        pipeline = int(settings.get("pipeline_model_parallel_size") or 1)
-        named = f"tensor-model-parallel-size {tensor}" + (f" and pipeline {pipeline}" if pipeline > 1 else "")
-        return Machine(int(settings.get("micro_batch_size") or 1), tensor * pipeline, named)
-
-    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        every = int(settings.get("save_interval") or steps or 1)
-        retained = int(settings.get("save_retain_interval") or every)
-        return steps // retained + (steps % retained > 0)  # the last checkpoint always stays
-
-    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         decay, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
         found = [] if decay in (None, steps) else [f"lr-decay-iters {decay} is not train-iters {steps}"]
-        if not available():
-            return found, ["not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"]
-        try:
-            parse(to_flags(settings, placeholder=True), gpus)
-        except LNSConfigError as error:
-            found.append(str(error))
-        return found, []
+        if available():
+            try:
+                parse(to_flags(settings, placeholder=True), gpus)
+            except LNSConfigError as error:
+                found.append(str(error))
+        return found
+
+    def unchecked(self) -> str:
+        return "" if available() else "not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = read(run.config)
         for key, value in run.overrides.items():
-            in_file = own.get(key.replace("-", "_"))
-            if (value is None or value is False) and not (in_file is None or in_file is False):
+            if _omitted(value) and not _omitted(own.get(key.replace("-", "_"))):
                 raise LNSConfigError(
-                    f"run {run.name}: {key}: {value} has no form on Megatron's command line, and {run.config} has "
-                    f"{key}: {in_file}. Remove the key from the file, and set it for the sizes or arms that need it."
+                    f"run {run.name}: {key}: {value} has no form on Megatron's command line: remove the key from "
+                    f"{run.config}, and set it for the sizes or arms that need it"
                 )
         words = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]

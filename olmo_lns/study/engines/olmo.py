@@ -13,7 +13,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
+from olmo_lns.study.engines.base import Engine, Run, dot_list
 
 #: Initialization -> init_fn; ``upstream`` keeps the config's init_fn and so defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
@@ -87,23 +87,6 @@ class OLMoEngine(Engine):
             "steps": steps,
         }
 
-    def machine(self, settings: Mapping[str, Any]) -> Machine:
-        return Machine(int(settings["device_train_microbatch_size"]), even=False)
-
-    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        total = 0
-        for every, limit in (
-            ("save_interval", "save_num_checkpoints_to_keep"),
-            ("save_interval_unsharded", "save_num_unsharded_checkpoints_to_keep"),
-        ):
-            if interval := settings.get(every):
-                written, most = -(-steps // int(interval)), int(settings.get(limit, -1))
-                total += written if most < 0 else min(written, most)
-        return total
-
-    def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
-        return int(settings["model.vocab_size"]), settings.get("data.label_mask_paths") is not None
-
     def count(self, path: Path, loaded: Any) -> int:
         """Count the parameters of OLMo's model on the meta device."""
         from olmo.model import OLMo
@@ -114,20 +97,13 @@ class OLMoEngine(Engine):
             raise LNSConfigError(f"{path}: OLMo cannot build this model: {one_line(error)}") from error
         return int(model.num_params())
 
-    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        found, notes, stop, steps = [], [], settings["stop_at"], self.shape(settings).steps
-        if not steps:
-            notes.append(
-                f"max_duration {settings['max_duration']} is in epochs: steps, tokens, hours and warm-up are not "
-                "checked; give steps or tokens ('20e9T') to check them"
-            )
-        elif stop is None:
-            found.append(f"stop_at is not set and OLMo would run {steps + 10} steps; expected {steps}")
-        elif int(stop) != steps:
-            found.append(f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle")
-        if settings["distributed_strategy"] == "ddp" and settings["model.init_device"] == "meta":
-            found.append("distributed_strategy ddp needs model.init_device cuda, found meta")
-        return found, notes
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
+        stop, steps = settings["stop_at"], self.shape(settings).steps
+        if steps and stop is None:
+            return [f"stop_at is not set and OLMo would run {steps + 10} steps; expected {steps}"]
+        if steps and int(stop) != steps:
+            return [f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle"]
+        return []
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
@@ -140,7 +116,7 @@ class OLMoEngine(Engine):
         """
         import numpy as np
 
-        length, rows, labels = int(settings["model.max_sequence_length"]), 0, 0
+        length, positions, labels = int(settings["model.max_sequence_length"]), 0, 0
         for evaluator in settings.get("evaluators") or []:
             masks = evaluator["label"] == "heldout" and evaluator["data"].get("label_mask_paths")
             if masks and evaluator.get("subset_num_batches"):
@@ -149,9 +125,9 @@ class OLMoEngine(Engine):
                 if not Path(path).is_file():
                     raise LNSConfigError(f"no label mask {path}: set OLMO_DATA_DIR to the folder of the data")
                 mask = np.fromfile(path, dtype=np.bool_)
-                mask = mask[: len(mask) // length * length].reshape(-1, length)
-                rows, labels = rows + len(mask), labels + int(mask[:, 1:].sum())
-        return rows * (length - 1) / labels if labels else 1.0
+                predicted = mask[: len(mask) // length * length].reshape(-1, length)[:, 1:]
+                positions, labels = positions + predicted.size, labels + int(predicted.sum())
+        return positions / labels if labels else 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
         saved = folder / "config.yaml"

@@ -16,7 +16,7 @@ from typing import Any, Mapping
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
+from olmo_lns.study.engines.base import Engine, Run, dot_list
 from olmo_lns.study.files import filled, flatten
 from olmo_lns.study.files import read as read_yaml
 
@@ -24,20 +24,13 @@ from olmo_lns.study.files import read as read_yaml
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the file as nested mappings, its variables replaced.
+def read(path: str | Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = False) -> dict[str, Any]:
+    """Return the file with flat overrides as nested mappings, its variables replaced.
 
-    :raises LNSConfigError: no such file, an unset variable, or a missing section.
+    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
+    :raises LNSConfigError: no such file, an unset variable, a missing section, or a key below a value that is not one.
     """
-    return planned(Path(path), placeholder=False)
-
-
-def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = True) -> dict[str, Any]:
-    """Read a file with flat overrides; its variables need not be set, and OLMo-core need not be installed.
-
-    :raises LNSConfigError: also a key below a value that is not a section.
-    """
-    tree: dict[str, Any] = filled(read_yaml(path), str(path), placeholder=placeholder)
+    tree: dict[str, Any] = filled(read_yaml(Path(path)), str(path), placeholder=placeholder)
     if lacking := [name for name in SECTIONS if not isinstance(tree.get(name), dict)]:
         raise LNSConfigError(f"{path} has no section {lacking[0]!r}: expected {', '.join(SECTIONS)}")
     for key, value in (overrides or {}).items():
@@ -92,7 +85,7 @@ BLOCKS = {"preln": "default", "lns": "default", "branchln_depth": "reordered_nor
 _BLOCK, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
 _INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
 _RESIDUAL = "residual_init"  # of configs/olmo_core/train.py
-_CHECKPOINTER, _MIXER = "trainer.callbacks.checkpointer", "model.block.sequence_mixer"
+_MIXER = "model.block.sequence_mixer"
 
 
 class OLMoCoreEngine(Engine):
@@ -113,11 +106,8 @@ class OLMoCoreEngine(Engine):
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         # OLMo-core's scaled initializations also change embedding and head; train.py scales the residual outputs only.
         block = BLOCKS.get(arm.scheme.name)
-        if (
-            block is None
-            or arm.init_fn
-            or arm.initialization not in ("plain", "scaled" if arm.scheme.is_pre_ln else "plain")
-        ):
+        initializations = ("plain", "scaled") if arm.scheme.is_pre_ln else ("plain",)
+        if block is None or arm.init_fn or arm.initialization not in initializations:
             return None
         common = {_NAME: block, _METHOD: "normal"}
         if arm.scheme.is_pre_ln:
@@ -146,7 +136,7 @@ class OLMoCoreEngine(Engine):
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
         """Return the sections of the file with the overrides."""
-        return planned(path, overrides)
+        return read(path, overrides, placeholder=True)
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         flat = super().settings(loaded)
@@ -167,34 +157,23 @@ class OLMoCoreEngine(Engine):
             "batch": batch,
             "steps": {"steps": value, "tokens": -(-value // (batch * sequence))}.get(unit, 0),
             "warmup": int(settings.get("train_module.scheduler.warmup") or 0),
+            "micro_batch": max(1, int(settings["train_module.rank_microbatch_size"]) // sequence),
+            "split": int(settings.get("train_module.tp_config.degree") or 1),
         }
-
-    def machine(self, settings: Mapping[str, Any]) -> Machine:
-        tensor = int(settings.get("train_module.tp_config.degree") or 1)
-        micro_batch = max(1, int(settings["train_module.rank_microbatch_size"]) // self.shape(settings).sequence)
-        return Machine(micro_batch, tensor, f"tp_config.degree {tensor}")
-
-    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        return -(-steps // int(settings.get(f"{_CHECKPOINTER}.save_interval") or 250))  # including the last step's
-
-    def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
-        masks = bool(settings.get("dataset.label_mask_paths"))
-        return int(settings.get("dataset.tokenizer.vocab_size") or settings["model.vocab_size"]), masks
 
     def count(self, path: Path, loaded: Any) -> int:
         return int(model_of(path, loaded).num_params) if available() else super().count(path, loaded)
 
-    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        found, notes, shape = [], [], self.shape(settings)
-        if (micro := int(settings["train_module.rank_microbatch_size"])) % shape.sequence:
-            found.append(
-                f"train_module.rank_microbatch_size {micro} is in tokens: expected a multiple of {shape.sequence}"
-            )
-        if (data := settings.get("dataset.sequence_length")) != shape.sequence:
-            found.append(f"dataset.sequence_length {data} is not max_sequence_length {shape.sequence}")
-        if not shape.steps:
-            notes.append("trainer.max_duration is in epochs: steps, tokens, hours and warm-up are not checked")
-        return found, notes + ([] if available() else ["not loaded by OLMo-core, which is not in this environment"])
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
+        found, sequence = [], self.shape(settings).sequence
+        if (micro := int(settings["train_module.rank_microbatch_size"])) % sequence:
+            found.append(f"train_module.rank_microbatch_size {micro} is in tokens: expected a multiple of {sequence}")
+        if (data := settings.get("dataset.sequence_length")) != sequence:
+            found.append(f"dataset.sequence_length {data} is not max_sequence_length {sequence}")
+        return found
+
+    def unchecked(self) -> str:
+        return "" if available() else "not loaded by OLMo-core, which is not in this environment"
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = {"trainer.save_folder": str(folder), "trainer.save_overwrite": True}
