@@ -6,11 +6,21 @@ Everything here runs in a process that has imported a framework and not yet the 
 import importlib
 
 import torch
+from support.hooked import known
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-class Olmo:
+class Route:
+    """What most frameworks have in common."""
+
+    projections, folded, gain = None, False, "weight"
+
+    def blocks(self, model):
+        return list(known(model)[0](model))
+
+
+class Olmo(Route):
     """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
 
     norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
@@ -39,7 +49,7 @@ class Olmo:
         return model(IDS).logits
 
 
-class Megatron:
+class Megatron(Route):
     """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
 
     norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -59,45 +69,48 @@ class Megatron:
 
         register()
 
-    def stock(self, config=None, **how):
+    how: dict = {}  # fields of the config
+
+    def stock(self, config=None):
         from support import megatron_tiny as tiny
 
-        return tiny.build(config or tiny.config(**how))
+        return tiny.build(config or tiny.config(**self.how))
 
-    def scheme(self, **how):
+    def scheme(self):
         from support import megatron_tiny as tiny
 
-        from olmo_lns.integrations.megatron import apply
-
-        config = tiny.config(**how)
-        apply(config)
-        return self.stock(config)
+        return self.stock(tiny.under(**self.how))
 
     def output(self, model):
+        """The loss; of a pipeline stage, the hidden states of its layers."""
         from support import megatron_tiny as tiny
 
         tokens = tiny.batch()
-        return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+        if model.pre_process and model.post_process:
+            return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+        x = torch.randn(tiny.SEQUENCE, tiny.BATCH, tiny.HIDDEN, generator=torch.Generator().manual_seed(2))
+        if not model.pre_process:
+            model.decoder.set_input_tensor(x)
+        return model.decoder(hidden_states=x, attention_mask=tiny.inputs(tokens)[2])
 
 
 class MegatronTE(Megatron):
     """Megatron Core's spec for Transformer Engine, whose norms are inside the linear layers: the reference is folded."""
 
     norm = "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear"
-    norms, folded = ("self_attention.linear_qkv", "mlp.linear_fc1"), True
-    gain = "layer_norm_weight"
+    norms, folded, gain = ("self_attention.linear_qkv", "mlp.linear_fc1"), True, "layer_norm_weight"
 
-    def stock(self, config=None, **how):
+    def stock(self, config=None):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
         from megatron.core.transformer.dot_product_attention import DotProductAttention
         from support import megatron_tiny as tiny
 
         spec = get_gpt_layer_with_transformer_engine_spec()
         spec.submodules.self_attention.submodules.core_attention = DotProductAttention  # TE's runs on GPUs only
-        return tiny.build(config or tiny.config(**how), spec)
+        return tiny.build(config or tiny.config(), spec)
 
 
-class Transformers:
+class Transformers(Route):
     """A family of transformers; Llama draws without a depth factor."""
 
     kind, depth = "llama", None
@@ -119,11 +132,11 @@ class Transformers:
         register()
 
     def stock(self):
-        from support import trace_families
+        from support import families
 
         torch.manual_seed(0)
         module, _, name = self.model.partition(":")
-        return getattr(importlib.import_module(module), name)(trace_families.config_of(self.kind)).eval()
+        return getattr(importlib.import_module(module), name)(families.config_of(self.kind)).eval()
 
     def scheme(self):
         from olmo_lns.integrations.transformers import apply
@@ -145,7 +158,7 @@ class Gpt2(Transformers):
     projections = ("attn.c_proj", "mlp.c_proj")
 
 
-class OlmoCore:
+class OlmoCore(Route):
     """ai2-olmo-core; init_method normal has no depth factor."""
 
     norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
