@@ -103,19 +103,13 @@ class Hostile:
         return print, ("this must never run",)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_rope_scaling", True),
-        ("qk_layernorm", True),
-        ("normalization", "LayerNorm"),
-        ("rotary_percent", 0.5),
-        ("window_size", (128, 0)),
-        ("position_embedding_type", "yarn"),
-        ("swiglu", False),
-        ("add_bias_linear", True),
-    ],
-)
+NOT_OF_A_LLAMA = dict(
+    use_rope_scaling=True, qk_layernorm=True, normalization="LayerNorm", rotary_percent=0.5, window_size=(128, 0),
+    position_embedding_type="yarn", swiglu=False, add_bias_linear=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_OF_A_LLAMA.items())
 def test_what_no_llama_computes_is_refused(saved, name, value, tmp_path, capsys):
     root = again(saved, tmp_path / "run", lambda common: vars(common["args"]).update({name: value}))
     assert f"{name}={value!r}" in refused(capsys, root, tmp_path / "out", "--format", "hf")

@@ -119,12 +119,12 @@ def test_a_checkpoint_is_analyzed_under_its_scheme(trained, tmp_path):
     made = small.with_scheme(small.config())
     model, ids = small.model(made).eval(), np.random.default_rng(0).integers(2, 60, 64).astype(np.uint16)
     ids.tofile(tmp_path / "ids.npy")
-    words = ["--model", trained(made, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32, "--quiet"]
-    assert main(["analyze", "variance", *map(str, words), "--device", "cpu", "-o", str(tmp_path / "out.json")]) == 0
-    outputs = []
+    folder, out, outputs = trained(made, model)[0], tmp_path / "out.json", []
+    words = f"variance --model {folder} --data {tmp_path}/ids.npy --sequence-length 32 --quiet --device cpu -o {out}"
+    assert main(["analyze", *words.split()]) == 0
     for block in model.blocks.values():
         block.register_forward_hook(lambda _, __, out: outputs.append(out.double().var(-1, unbiased=False).mean()))
     logits(model, torch.from_numpy(ids.astype(np.int64)).view(2, 32))
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads(out.read_text())
     np.testing.assert_allclose(found["blocks"]["variance"], torch.stack(outputs).numpy(), rtol=1e-4)
     assert found["settings"]["scheme"] == "lns"
