@@ -11,6 +11,7 @@ pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with
 import torch
 from support import megatron_tiny as tiny
 from support.exports import export, load_hf, logits, refused, relative, verify
+from support.hooked import hooked
 from support.megatron_checkpoints import TOKENS, arguments, as_core_0_19, load, perturbed, run, save
 from support.megatron_cpu import single_process
 
@@ -41,7 +42,7 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     root = save(tmp_path / "run", model, arguments(config, **said), stacked)
     if newer:
         as_core_0_19(root)
-    expected = run(tiny.hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
+    expected = run(hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
     assert export(root, tmp_path / "folded") == 0
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     saved = read(tmp_path / "folded")
@@ -69,7 +70,7 @@ def test_zero_centred_gains(version, argument, tmp_path):
             if "norm" in name:
                 parameter.sub_(1)
     root = save(tmp_path / "run", centred, arguments(config, version, **{argument: True}))
-    expected = run(tiny.hooked(plain))
+    expected = run(hooked(plain))
     assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
     loaded = load(tmp_path / "folded", tiny.build(config))
     with torch.no_grad():

@@ -3,18 +3,16 @@
 import copy
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 from olmo_core.nn.transformer import TransformerConfig
+from support import launch
 from support import olmo_core_models as small
 
-import olmo_lns.olmo_core
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import BlockConfig, apply
 
@@ -130,32 +128,25 @@ _LOAD = """
 import json, sys
 from olmo_lns import hook
 from olmo_core.train.checkpoint import Checkpointer
-before = hook.autoload_active(), hook.is_wrapped(Checkpointer.load)
+before = hook and (hook.autoload_active(), hook.is_wrapped(Checkpointer.load))
 from olmo_core.nn.transformer import TransformerConfig
 config = TransformerConfig.from_dict(json.load(open(sys.argv[1])))
 print(*before, hook.is_wrapped(Checkpointer.load), type(config.block).__name__, config.block.scheme, config.block.exponent)
-"""
-_WITHOUT = """
-import json, sys
-sys.modules["olmo_lns"] = None
-from olmo_core.nn.transformer import TransformerConfig
-TransformerConfig.from_dict(json.load(open(sys.argv[1])))
 """
 
 
 def test_a_json_config_loads_in_another_process_without_the_start_up_hook_and_fails_without_the_package(tmp_path):
     """Naming the class wraps the checkpointer's load."""
     made = apply(small.config(), exponent=0.25)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(made.as_config_dict()))
+    (path := tmp_path / "config.json").write_text(json.dumps(made.as_config_dict()))
     assert TransformerConfig.from_dict(json.loads(path.read_text())) == made
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(olmo_lns.__file__).parents[1]), *packages])}
-    command = [sys.executable, "-S", "-c", _LOAD, path]
-    there = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert there.stdout.split() == ["False", "False", "True", "BlockConfig", "lns", "0.25"], there.stderr
-    without = subprocess.run([sys.executable, "-c", _WITHOUT, path], capture_output=True, text=True)
-    assert without.returncode and "olmo_lns" in without.stderr
+    env = launch.environment(PYTHONPATH=os.pathsep.join([str(launch.REPOSITORY), *packages]))
+    there = launch.run([sys.executable, "-S", "-c", _LOAD, path], cwd=tmp_path, env=env)
+    assert there.last_line() == "False False True BlockConfig lns 0.25", there.text
+    gone = _LOAD.replace("from olmo_lns import hook", "sys.modules['olmo_lns'] = hook = None")
+    without = launch.run([sys.executable, "-c", gone, path], cwd=tmp_path)
+    assert without.code and "olmo_lns" in without.last_line()
 
 
 def test_a_config_with_a_scheme_is_refused_when_the_plugin_is_disabled(monkeypatch):
