@@ -111,12 +111,6 @@ from _pytest import assertion
 from _pytest.config import get_config
 assertion.install_importhook(get_config()).mark_rewrite("olmo")
 """,
-    "one that loads by a class of its own": OTHER_FINDER + """
-class Loader(machinery.SourceFileLoader):
-    def exec_module(self, module):
-        super().exec_module(module)
-change = lambda spec: Loader(spec.name, spec.origin)
-""",
     "one without room on its loader": OTHER_FINDER + """
 class Loader:
     __slots__ = ("loader",)
@@ -144,13 +138,6 @@ def test_the_plugin_is_loaded_where_another_finder_answers_first(name):
     if name in ("typeguard", "jaxtyping"):
         pytest.importorskip(name, reason=f"needs pip install {name}")
     assert before_olmo(f"{FINDERS[name]}\n{BUILD}print(build())") == BUILT
-
-
-def test_the_launchers_finder_does_the_same_as_the_start_up_hook():
-    code = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]\n"
-    code += "sys.path_hooks[:] = [h for h in sys.path_hooks if getattr(h, '__name__', '') != '_p']\n"
-    code += f"from olmo_lns import hook; hook.install()\n{FINDERS['typeguard']}\n{BUILD}"
-    assert before_olmo(f"{code}print(build(), hook.autoload_active())") == f"{BUILT} False"
 
 
 def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use():

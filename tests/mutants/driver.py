@@ -32,7 +32,7 @@ def prepare(transformer_engine):
     global unavailable
     from mutants.routes import FRAMEWORKS
     from mutants.source import locate
-    from support import families, hooked, megatron_tiny, olmo_models, te_python  # noqa: F401  before the forks
+    from support import te_python
 
     torch.set_num_threads(1)
     if transformer_engine:

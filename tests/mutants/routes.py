@@ -6,6 +6,8 @@ Everything here runs in a process that has imported a framework and not yet the 
 import importlib
 
 import torch
+from support import families, olmo_models
+from support import megatron_tiny as tiny
 from support.hooked import known
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -16,6 +18,9 @@ class Route:
 
     projections, folded, gain = None, False, "weight"
 
+    def register(self):
+        importlib.import_module(f"olmo_lns.integrations.{self.package}").register()
+
     def blocks(self, model):
         return list(known(model)[0](model))
 
@@ -23,6 +28,7 @@ class Route:
 class Olmo(Route):
     """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
 
+    package = "olmo"
     norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
     norms, depth = ("attn_norm", "ff_norm"), "each"
     touched = (
@@ -32,14 +38,7 @@ class Olmo(Route):
         "olmo.model:OLMo.__init__", "olmo.model:OLMo.reset_parameters", "olmo.config:BaseConfig.load",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.olmo import register
-
-        register()
-
     def stock(self, kind="rms"):
-        from support import olmo_models
-
         return olmo_models.build(layer_norm_type=kind, block_type="sequential", init_fn="mitchell", perturb=False)
 
     def scheme(self):
@@ -52,6 +51,7 @@ class Olmo(Route):
 class Megatron(Route):
     """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
 
+    package = "megatron"
     norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
     model = "megatron.core.models.gpt.gpt_model:GPTModel"
     norms, depth = ("input_layernorm", "pre_mlp_layernorm"), staticmethod(lambda number, count: 8**0.5)  # L = 4
@@ -64,27 +64,16 @@ class Megatron(Route):
         "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.megatron import register
-
-        register()
-
     how: dict = {}  # fields of the config
 
     def stock(self, config=None):
-        from support import megatron_tiny as tiny
-
         return tiny.build(config or tiny.config(**self.how))
 
     def scheme(self):
-        from support import megatron_tiny as tiny
-
         return self.stock(tiny.under(**self.how))
 
     def output(self, model):
         """The loss; of a pipeline stage, the hidden states of its layers."""
-        from support import megatron_tiny as tiny
-
         tokens = tiny.batch()
         if model.pre_process and model.post_process:
             return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
@@ -103,7 +92,6 @@ class MegatronTE(Megatron):
     def stock(self, config=None):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
         from megatron.core.transformer.dot_product_attention import DotProductAttention
-        from support import megatron_tiny as tiny
 
         spec = get_gpt_layer_with_transformer_engine_spec()
         spec.submodules.self_attention.submodules.core_attention = DotProductAttention  # TE's runs on GPUs only
@@ -113,7 +101,7 @@ class MegatronTE(Megatron):
 class Transformers(Route):
     """A family of transformers; Llama draws without a depth factor."""
 
-    kind, depth = "llama", None
+    package, kind, depth = "transformers", "llama", None
     norm = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
     block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
     model = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
@@ -126,14 +114,7 @@ class Transformers(Route):
         "transformers.models.llama.modeling_llama:LlamaMLP.forward",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.transformers import register
-
-        register()
-
     def stock(self):
-        from support import families
-
         torch.manual_seed(0)
         module, _, name = self.model.partition(":")
         return getattr(importlib.import_module(module), name)(families.config_of(self.kind)).eval()
@@ -161,6 +142,7 @@ class Gpt2(Transformers):
 class OlmoCore(Route):
     """ai2-olmo-core; init_method normal has no depth factor."""
 
+    package = "olmo_core"
     norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
     model = "olmo_core.nn.transformer.model:Transformer"
     norms, depth = ("attention_norm", "feed_forward_norm"), None
@@ -169,9 +151,6 @@ class OlmoCore(Route):
         "olmo_core.nn.transformer.config:TransformerBlockConfig.build", "olmo_core.config:Config.from_dict",
         "olmo_core.train.checkpoint:Checkpointer.load", "olmo_core.train.checkpoint:Checkpointer.save",
     )  # fmt: skip
-
-    def register(self):
-        import olmo_lns.olmo_core  # noqa: F401  it registers itself
 
     def _config(self):
         from olmo_core.nn.transformer import TransformerConfig
