@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import tiny
 from support.hooked import hooked
 from support.other_models import own
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -17,14 +16,16 @@ import olmo_lns
 IDS = torch.randint(2, 96, (4, 4, 8), generator=torch.Generator().manual_seed(5))
 
 
+def llama():
+    from support.transformers_models import stock
+
+    return stock("llama", large=False)
+
+
 #: Name -> how the model is made, its blocks, their norms.
 KINDS = {
     "plain module": (lambda: own()[0].eval(), lambda m: m.layers.values(), ("n1", "n2")),
-    "transformers": (
-        lambda: tiny("llama")[0],
-        lambda m: m.model.layers,
-        ("input_layernorm", "post_attention_layernorm"),
-    ),
+    "transformers": (llama, lambda m: m.model.layers, ("input_layernorm", "post_attention_layernorm")),
 }
 
 
