@@ -138,6 +138,25 @@ def test_an_init_method_that_is_set_after_apply_draws_the_output_projections():
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_transformer_engine_op_fuser", True),
+        ("inference_fuse_tp_communication", True),
+        ("enable_mhc_connections", True),
+        ("transformer_impl", "inference_optimized"),
+        ("heterogeneous_block_specs", True),
+        ("batch_invariant_mode", True),
+        ("scale_layernorm_by_depth", True),
+    ],
+)
+def test_a_setting_that_lns_does_not_support_is_refused(name, value):
+    setattr(cfg := tiny.under(), name, value)  # set late: not every version knows each of them
+    for refuses in (apply, tiny.build):
+        with pytest.raises(LNSConfigError, match=f"{name}={value!r}"):
+            refuses(cfg)
+
+
 class Restless(torch.nn.RMSNorm):
     """A norm that never gives the same twice."""
 
