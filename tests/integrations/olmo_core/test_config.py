@@ -49,34 +49,30 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("block", "fields", "message"),
     [
-        ({"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
-        ({"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
-        ({"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
+        ("default", {"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
+        ("default", {"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
+        ("default", {"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
         (
+            "default",
             {"scheme": "branchln_depth"},
-            "scheme=branchln_depth does more than multiply the norms of block.name=default. .* such as lns,",
+            "does more than multiply the norms of block.name=default. .* as lns,",
         ),
+        ("reordered_norm", {"scheme": "lns"}, "such as branchln_depth .not the method of the"),
+        ("peri_norm", {"scheme": "lns"}, "peri_norm does not support schemes"),
+        ("default_scaled", {"scheme": "lns"}, "default_scaled does not support schemes"),
+        ("normalized", {"scheme": "lns"}, "normalized does not support schemes"),
     ],
 )
-def test_a_block_config_that_cannot_be_built_is_refused(fields, message):
-    with pytest.raises(LNSConfigError, match=message):
-        apply(small.config(), **fields)
-    made = small.config()
-    with pytest.raises(Exception, match=message):
-        made.block = BlockConfig(**{k: v for k, v in vars(made.block).items()}, **fields)
-        made.build(init_device="meta")
-
-
-@pytest.mark.parametrize("block", ["reordered_norm", "peri_norm", "default_scaled", "normalized"])
-def test_lns_is_refused_on_other_kinds_of_blocks_by_their_name(block):
+def test_a_block_config_that_cannot_be_built_is_refused(block, fields, message):
     made = small.config()
     made.block.name = type(made.block.name)(block)
-    post = "such as branchln_depth .not the method of the"
-    message = post if block == "reordered_norm" else f"{block} does not support schemes"
     with pytest.raises(LNSConfigError, match=message):
-        apply(made)
+        apply(copy.deepcopy(made), **fields)
+    with pytest.raises(Exception, match=message):
+        made.block = BlockConfig(**vars(made.block), **fields)
+        made.build(init_device="meta")
 
 
 def test_apply_changes_a_model_config_or_its_holder_in_place():
