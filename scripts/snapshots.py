@@ -17,7 +17,6 @@ import argparse
 import csv
 import fnmatch
 import hashlib
-import os
 import re
 import runpy
 import shutil
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -78,12 +76,11 @@ def launch(tree: Path, flags: list[str], variables: dict[str, str], ranks: int) 
     :raises RuntimeError: it did not train; the message is the last line that names an error.
     """
     try:
-        with mock.patch.dict(os.environ, variables):
-            done = megatron_launch.pretrain(tree, *flags, ranks=ranks)
+        done = megatron_launch.pretrain(tree, *flags, ranks=ranks, **variables)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"no end within {error.timeout} s") from None
-    if len(losses := megatron_launch.losses(done)) != ITERATIONS:
-        raise RuntimeError(reason(done.stdout + done.stderr))
+    if len(losses := done.losses()) != ITERATIONS:
+        raise RuntimeError(reason(done.text))
     return losses
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 from packaging.version import Version
@@ -28,14 +28,6 @@ class Backend:
 
     name: str
     reason: str
-
-    def rms_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run :func:`olmo_lns.norm.rms_norm` on this backend."""
-        return rms_norm(x, *args, backend=self, **kwargs)
-
-    def layer_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run :func:`olmo_lns.norm.layer_norm` on this backend."""
-        return layer_norm(x, *args, backend=self, **kwargs)
 
 
 def rms_norm(
@@ -99,13 +91,12 @@ def _name(setting: str | None) -> str:
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
-    """Choose the implementation for a model on ``device``, once for each setting and device.
+def choose_backend(name: str | None = None) -> Backend:
+    """Choose the implementation for this machine, once for each setting.
 
     :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` selects
         Transformer Engine if it can be imported and the device is CUDA with compute capability 8.0 or more, else
         PyTorch's norms: a fused RMSNorm on CUDA with torch 2.9 or newer.
-    :param device: the model's device; None means CUDA if this machine has it.
     :raises LNSConfigError: ``name`` is unknown.
     :raises BackendUnavailableError: ``te`` was selected and cannot run; the message has the reason.
 
@@ -117,12 +108,12 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     if name not in NAMES:
         hint = did_you_mean(str(name), NAMES)
         raise LNSConfigError(f"unknown norm backend {name!r}{hint} (from {origin}); allowed: {', '.join(NAMES)}")
-    return _decide(name, origin, None if device is None else torch.device(device))
+    return _decide(name, origin)
 
 
 @functools.cache  # called for each norm of a model
-def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _decide(asked: str, origin: str) -> Backend:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked == "torch":
         return _torch_backend(device, f"selected by {origin}")
     problem = _device_problem(device)
@@ -148,8 +139,6 @@ def _device_problem(device: torch.device) -> str | None:
         return None  # a test's stand-in
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    if device.type != "cuda":
-        return f"the model's device is {device.type}"
     if torch.version.hip is not None:
         return "this torch is built for ROCm"
     major, minor = torch.cuda.get_device_capability(device)

@@ -11,6 +11,7 @@ pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with
 import torch
 from support import megatron_tiny as tiny
 from support.exports import export, load_hf, logits, refused, relative, verify
+from support.hooked import hooked
 from support.megatron_checkpoints import TOKENS, arguments, as_core_0_19, load, perturbed, run, save
 from support.megatron_cpu import single_process
 
@@ -41,7 +42,7 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     root = save(tmp_path / "run", model, arguments(config, **said), stacked)
     if newer:
         as_core_0_19(root)
-    expected = run(tiny.hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
+    expected = run(hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
     assert export(root, tmp_path / "folded") == 0
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     saved = read(tmp_path / "folded")
@@ -69,7 +70,7 @@ def test_zero_centred_gains(version, argument, tmp_path):
             if "norm" in name:
                 parameter.sub_(1)
     root = save(tmp_path / "run", centred, arguments(config, version, **{argument: True}))
-    expected = run(tiny.hooked(plain))
+    expected = run(hooked(plain))
     assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
     loaded = load(tmp_path / "folded", tiny.build(config))
     with torch.no_grad():
@@ -103,19 +104,13 @@ class Hostile:
         return print, ("this must never run",)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_rope_scaling", True),
-        ("qk_layernorm", True),
-        ("normalization", "LayerNorm"),
-        ("rotary_percent", 0.5),
-        ("window_size", (128, 0)),
-        ("position_embedding_type", "yarn"),
-        ("swiglu", False),
-        ("add_bias_linear", True),
-    ],
-)
+NOT_OF_A_LLAMA = dict(
+    use_rope_scaling=True, qk_layernorm=True, normalization="LayerNorm", rotary_percent=0.5, window_size=(128, 0),
+    position_embedding_type="yarn", swiglu=False, add_bias_linear=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_OF_A_LLAMA.items())
 def test_what_no_llama_computes_is_refused(saved, name, value, tmp_path, capsys):
     root = again(saved, tmp_path / "run", lambda common: vars(common["args"]).update({name: value}))
     assert f"{name}={value!r}" in refused(capsys, root, tmp_path / "out", "--format", "hf")

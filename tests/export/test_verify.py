@@ -23,13 +23,6 @@ def made(tmp_path_factory):
     return place
 
 
-def test_whole_exports_pass(made, capsys):
-    for name in ("fp32", "bf16", "olmo"):
-        assert verify(made / "run", made / name) == 0
-        out = capsys.readouterr().out
-        assert "PASS" in out and "differs" not in out
-
-
 NORM = "model.layers.2.post_attention_layernorm.weight"
 
 
@@ -55,7 +48,7 @@ def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
     ("setting", "value"),
     [
         ("rms_norm_eps", 2e-6),
-        ("rope_theta", 5000.0),
+        ("rope_theta", 5e3),
         ("hidden_act", "gelu"),
         ("sliding_window", 4),
         ("max_position_embeddings", 8),
@@ -73,15 +66,11 @@ def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
     assert f"{setting} is {value!r}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("pair", "reason"),
-    [
-        (("olmo", "run"), "still needs its factor"),
-        (("fp32", "olmo"), "is never written as"),
-    ],
-)
-def test_what_is_no_pair_is_refused(made, pair, reason, capsys):
-    assert verify(*(made / name for name in pair)) == 1
-    assert reason in capsys.readouterr().err
-    assert verify(made / "run", "nothing/relative") == 1  # no name of the hub
-    assert "no such folder" in capsys.readouterr().err
+def test_what_is_no_pair_is_refused(made, capsys):
+    for one, other, reason in (
+        (made / "olmo", made / "run", "still needs its factor"),
+        (made / "fp32", made / "olmo", "is never written as"),
+        (made / "run", "nothing/relative", "no such folder"),  # no name of the hub
+    ):
+        assert verify(one, other) == 1
+        assert reason in capsys.readouterr().err

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hooked import hooked
-from support.other_models import IDS, MODELS, Block, Own, own
+from support.other_models import IDS, MODELS, WIDTH, Block, Model, own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 import olmo_lns
 from olmo_lns import sites
@@ -74,12 +75,11 @@ def test_a_model_trains_as_one_with_hooks(kind, wrapping, one_rank):
 
 def test_applied_again_it_is_measured_again_and_another_scheme_is_refused(capfd):
     model, state = own()[0], torch.get_rng_state()
-    first = olmo_lns.apply(model).blocks[1].norms["a"]
+    first = olmo_lns.apply(model).layers["1"].n1
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert olmo_lns.apply(model) is model and first.lns_scale == 2**-0.5
-    assert (
-        capfd.readouterr().err.count("LayerNorm Scaling on: 6 norms (RMSNorm, LayerNorm); s = 1 (block 1) to 0.57") == 2
-    )
+    line = "LayerNorm Scaling on: 8 norms (RMSNorm); s = 1 (block 1) to 0.5 (block 4)"
+    assert capfd.readouterr().err.count(line) == 2
     with pytest.raises(LNSConfigError, match="lns already"):
         olmo_lns.apply(model, "lns:exponent=0.25")
     first.forward = lambda x: x
@@ -87,84 +87,157 @@ def test_applied_again_it_is_measured_again_and_another_scheme_is_refused(capfd)
         olmo_lns.apply(model)
 
 
-def _flat():
-    return nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8))
+def test_what_a_forward_takes_may_be_given_in_four_ways():
+    for example in (IDS, (IDS,), {"ids": IDS}, lambda model: model(IDS)):
+        assert sum(1 for _ in sites.sites(olmo_lns.apply(Model(), example=example))) == 8
 
 
-class Functional(Block):
-    """Norms that are functions."""
-
-    def forward(self, x):
-        x = x + self.mix(nn.functional.rms_norm(x, x.shape[-1:])).cumsum(1)
-        return x + self.down(self.up(nn.functional.rms_norm(x, x.shape[-1:])).relu())
+# Blocks that compute in other ways: their forwards
 
 
-class OneNorm(Block):
-    def forward(self, x):
-        return x + self.mix(self.norms["a"](x)).cumsum(1)
+def by_keyword(self, x):
+    x = x + self.attn(self.n1(hidden_states=x))
+    return x + self.mlp(self.n2(hidden_states=x))
 
 
-class Random(Block):
-    """Refuses a second call."""
-
-    def forward(self, x):
-        if hasattr(self, "ran"):
-            raise RuntimeError("the cache is full")
-        self.ran = True
-        return super().forward(x)
+def parallel(self, x):
+    h = self.n1(x)
+    return x + self.attn(h) + self.mlp(h)
 
 
-def _own(kind=Block, change=None):
-    model = Own()
-    for block in model.blocks:
-        nn.init.normal_(block.down.weight)
-        block.__class__ = kind
-    if change is not None:
-        change(model)
+def dropped(self, x):
+    if self.training and torch.rand(()) < 0.5:
+        return x
+    return x + F.dropout(self.attn(self.n1(x)), 0.1, self.training) + self.mlp(self.n2(x))
+
+
+def past_the_norm(self, x):
+    return Block.forward(self, x) if not self.training else x + self.attn(x) + self.mlp(self.n2(x))
+
+
+def fused_in_half(self, x):
+    n1 = self.n1(x) if x.dtype == torch.float32 else F.rms_norm(x, (WIDTH,), self.n1.weight)
+    return x + self.attn(n1) + self.mlp(self.n2(x))
+
+
+def last_is_post(self, x):
+    return Block.forward(self, x) if self.number < 3 else self.n2(self.mlp(self.n1(self.attn(x) + x)) + x)
+
+
+def functional(self, x):
+    x = x + self.attn(F.rms_norm(x, x.shape[-1:]))
+    return x + self.mlp(F.rms_norm(x, x.shape[-1:]))
+
+
+def only_once(self, x):
+    if hasattr(self, "ran"):
+        raise RuntimeError("the cache is full")
+    self.ran = True
+    return Block.forward(self, x)
+
+
+class Running(nn.RMSNorm):
+    """Has statistics that a call in training moves, and takes keywords alone."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, hidden_states):
+        if self.training:
+            self.size.lerp_(hidden_states.detach().square().mean(), 0.5)
+        return super().forward(hidden_states) * self.size
+
+
+def with_taps():
+    """Norms with a part of their own, and a list of modules without parameters beside that of the blocks."""
+
+    class WithDropout(nn.RMSNorm):
+        def __init__(self, width):
+            super().__init__(width)
+            self.dropout = nn.Dropout(0.0)
+
+        def forward(self, x):
+            return self.dropout(super().forward(x))
+
+    model = Model(norm=WithDropout)
+    model.taps = nn.ModuleList(nn.Sequential(nn.Identity()) for _ in model.layers)
+    for layer, tap in zip(model.layers.values(), model.taps, strict=True):
+        layer.register_forward_hook(lambda module, args, output, tap=tap: tap(output))
     return model
 
 
-def _compiled(model):
-    model.compile()
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: Model(by_keyword, norm=Running), ("n1", "n2")),
+        (lambda: Model(parallel), ("n1",)),
+        (lambda: Model(dropped), ("n1", "n2")),
+        (lambda: Model(half=True).bfloat16(), ("n1", "n2")),
+        (lambda: Model(tail=lambda model: nn.Sequential(nn.RMSNorm(WIDTH), nn.Dropout(0.0))), ("n1", "n2")),
+        (with_taps, ("n1", "n2")),
+    ],
+)
+def test_a_model_equals_hooks_in_training(model, names):
+    reference, model = model(), model()
+    hooked(reference, reference.layers.values(), names)
+    olmo_lns.apply(model, example=IDS)
+    found, expected = (torch.random.manual_seed(2) and each(IDS) for each in (model, reference))
+    assert (found - expected).norm() <= (1e-6 if found.dtype == torch.float32 else 0.01) * expected.norm()
 
 
-def _first_quantized(model):
-    model.blocks[0].mix.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
-    model.blocks[0].mix.forward = lambda x: x
+def first_outside():
+    model = Model(keys="0")
+    model.embedding.append(type(model.layers["0"])(0))
+    return model
+
+
+def quantized():
+    model = Model()
+    model.layers["0"].o.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+    model.layers["0"].o.forward = lambda x: x
+    return model
+
+
+def compiled():
+    (model := Model()).compile()
+    return model
 
 
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (_flat, {}, "found none"),
-        (_own, {"example": torch.zeros(2, 3)}, "does not take the example"),
-        (lambda: nn.Sequential(*(Block(8) for _ in range(2))), {}, "give example="),
-        (lambda: _own(Functional), {}, "none of its modules is a norm"),
-        (lambda: _own(OneNorm), {}, "one branch"),
-        (lambda: _own(Random), {}, "a second time"),
-        (lambda: _own().to("meta"), {}, "meta device"),
-        (lambda: _own(change=_first_quantized), {}, "before quantization"),
-        (lambda: _own(change=_compiled), {}, "Apply first"),
-        (lambda: torch.compile(_own()), {}, "Apply first"),
-        (_own, {"scheme": "deepnorm"}, "multiplies norms"),
-        (_own, {"scheme": "preln"}, "multiplies norms"),
+        (lambda: Model(last_is_post), {}, "block 4 .* is not Pre-LN"),
+        (lambda: Model(past_the_norm), {}, "in training"),
+        (lambda: Model(fused_in_half).bfloat16(), {}, "n1 of block 1 0 times"),
+        (lambda: Model(lambda self, x: x + self.attn(self.n1(x))), {}, "one branch"),
+        (lambda: Model(lambda self, x: x + self.mlp(self.n1(x))), {}, "one branch"),
+        (lambda: Model(lambda self, x: x + self.attn(self.n1(x), self.n2(x))), {}, "one branch"),
+        (lambda: Model(tail=lambda model: model.layers["3"].n2), {}, "n2 of block 4 2 times"),
+        (first_outside, {}, "outside of it"),
+        (lambda: Model(keys="23"), {}, "stages"),
+        (lambda: Model(functional), {}, "of its modules is a norm"),
+        (lambda: Model(only_once), {}, "a second time"),
+        (lambda: nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8)), {}, "found none"),
+        (Model, {"example": torch.zeros(2, 3)}, "does not take the example"),
+        (lambda: nn.Sequential(*(Block(8) for _ in range(2))), {"example": None}, "give example="),
+        (lambda: Model().to("meta"), {}, "meta device"),
+        (quantized, {}, "before quantization"),
+        (compiled, {}, "Apply first"),
+        (lambda: torch.compile(Model()), {}, "Apply first"),
+        (Model, {"scheme": "deepnorm"}, "multiplies norms"),
+        (Model, {"scheme": "preln"}, "multiplies norms"),
         (dict, {}, "torch.nn.Module"),
     ],
 )
-def test_a_model_that_cannot_have_the_scheme_is_refused_and_left_as_it_was(model, options, message):
+def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_left_as_it_was(model, options, message):
     model = model()
     with pytest.raises(LNSError, match=message):
-        olmo_lns.apply(model, **options)
+        olmo_lns.apply(model, **{"example": IDS, **options})
     assert not isinstance(model, nn.Module) or not list(sites.sites(model))
 
 
-def test_what_a_forward_takes_may_be_given_in_four_ways():
-    for example in (IDS, (IDS,), {"ids": IDS}, lambda model: model(IDS)):
-        assert sum(1 for _ in sites.sites(olmo_lns.apply(_own(), example=example))) == 6
-
-
 def test_after_fsdp_it_is_refused(one_rank):
-    model = _own()
-    fully_shard(model)
+    fully_shard(model := Model())
     with pytest.raises(LNSConfigError, match="Apply first"):
         olmo_lns.apply(model)

@@ -24,7 +24,7 @@ def llama():
 
 #: Name -> how the model is made, its blocks, their norms.
 KINDS = {
-    "plain module": (lambda: own()[0].eval(), lambda m: m.blocks, ("norms.a", "norms.b")),
+    "plain module": (lambda: own()[0].eval(), lambda m: m.layers.values(), ("n1", "n2")),
     "transformers": (llama, lambda m: m.model.layers, ("input_layernorm", "post_attention_layernorm")),
 }
 

@@ -1,27 +1,51 @@
-"""Run mutants of one framework, each in a fork of a process that has imported the framework and not the package.
+"""Run one mutant in a fork of an interpreter that has imported its framework and not the package.
 
-``python -m mutants.driver``, started with OLMO_LNS_DISABLE=1, reads lines such as ``olmo norm_times_7`` from stdin and answers
-each with a line of JSON, (outcome, detail). Outcomes: ``agrees`` with hooks on the mutated upstream, ``refused`` by an error of the
-package, ``differs``, ``crashed`` by any other error, ``invalid`` where the mutated upstream does not run or is not another.
-:func:`check` is what the tests call.
+Outcomes: ``agrees`` with hooks on the mutated upstream, ``refused`` by an error of the package, ``differs``, ``crashed`` by any
+other error, ``invalid`` where the mutated upstream does not run or is not another. The tests call :func:`check`.
 """
 
-import atexit
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import traceback
-import warnings
 from pathlib import Path
 
 import torch
 
 TOLERANCE = 1e-5
+#: From the worst on: what is wrong on any rank is wrong.
+OUTCOMES = ("invalid", "crashed", "differs", "refused", "agrees")
+PREPARE = """
+import os, sys
+os.environ["OLMO_LNS_DISABLE"] = "1"
+sys.path.insert(0, {!r})
+from mutants import driver
+driver.prepare({!r})
+"""
+unavailable = ""  # why this interpreter cannot run the mutants of its framework
+
+
+def prepare(transformer_engine):
+    """Import what the mutants change: of the specs with Transformer Engine, which comes before Megatron, or of all others."""
+    global unavailable
+    from mutants.routes import FRAMEWORKS
+    from mutants.source import locate
+    from support import te_python
+
+    torch.set_num_threads(1)
+    if transformer_engine:
+        try:
+            te_python.install()
+        except te_python.Unavailable as reason:
+            unavailable = str(reason)
+            return
+    for name, row in FRAMEWORKS.items():
+        if (name == "megatron_te") == transformer_engine:
+            with contextlib.suppress(ImportError):  # not in this environment
+                for path in (f"{row.norm}.forward", f"{row.block}.forward", *row.touched):
+                    locate(path)
 
 
 def perturb(model):
@@ -44,64 +68,33 @@ def spread(model):
     return {name: float(p.detach().std()) for name, p in model.named_parameters() if p.dim() > 1}
 
 
-def blocks(row, model):
-    return row.blocks(model) if hasattr(row, "blocks") else None
-
-
-def reference(row, mutant, framework, first):
-    """The stock model under hooks, and how it was drawn."""
-    from support.hooked import drawn_plain, hooked, known
-
-    model = row.stock()
-    depth = mutant.depth.get(framework, row.depth)
-    projections = mutant.projections.get(framework, getattr(row, "projections", None))
-    if depth:
-        drawn_plain(model, depth, blocks(row, model), projections)
-    drawn, names = spread(model), mutant.names.get(framework, row.norms)
-    count = len(list(known(model)[0](model) if blocks(row, model) is None else blocks(row, model)))
-    numbers = range(first, first + count)
-    return model, drawn, lambda: hooked(model, blocks(row, model), names, numbers=numbers)
-
-
-def fold(row, model, gain):
-    """The factor in the gains."""
-    from support.hooked import known
-
-    for number, block in enumerate(known(model)[0](model) if known(model) else row.blocks(model), start=1):
-        for name in row.norms:
-            getattr(block.get_submodule(name), gain).data.mul_(number**-0.5)
-
-
 def difference(one, other):
     return float((one - other).abs().max() / other.abs().max())
 
 
+@torch.no_grad()
 def output(row, model):
-    """The output; of the second of two pipeline stages, the hidden states that its layers give."""
-    from support import megatron_tiny as tiny
-
-    with torch.no_grad():
-        if getattr(model, "pre_process", True) and getattr(model, "post_process", True):
-            return row.output(model).float()
-        x = torch.randn(tiny.SEQUENCE, tiny.BATCH, tiny.HIDDEN, generator=torch.Generator().manual_seed(2))
-        if not model.pre_process:
-            model.decoder.set_input_tensor(x)
-        mask = torch.triu(torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, dtype=torch.bool), 1)
-        return model.decoder(hidden_states=x, attention_mask=mask).float()
+    return row.output(model).float()
 
 
-def judge(framework, mutant, rank=0):
+def fold(row, model, gain):
+    """The factor in the gains."""
+    for number, block in enumerate(row.blocks(model), start=1):
+        for name in row.norms:
+            getattr(block.get_submodule(name), gain).data.mul_(number**-0.5)
+
+
+def judge(framework, name, rank=0):
     """Outcome and detail of one mutant, in this process."""
     from mutants.routes import FRAMEWORKS
+    from mutants.table import MUTANTS
+    from support.hooked import drawn_plain, hooked
 
-    row = FRAMEWORKS[framework]()
-    how = {"pipeline_model_parallel_size": 2} if mutant.ranks == 2 else {}
-    if how:
-        row.stock = lambda config=None, stock=row.stock: stock(config, **({} if config else how))
-        row.scheme = lambda scheme=row.scheme: scheme(**how)
+    mutant, row = MUTANTS[name], FRAMEWORKS[framework]()
+    if mutant.ranks > 1:
+        row.how = {"pipeline_model_parallel_size": mutant.ranks}
     before = row.stock()
-    drawn = spread(before)
-    computed = output(row, perturb(before))
+    drawn, computed = spread(before), output(row, perturb(before))
     try:
         mutant.apply[framework](row)
         after = row.stock()
@@ -115,118 +108,57 @@ def judge(framework, mutant, rank=0):
 
     try:
         row.register()
-        model = row.scheme()
-        found = spread(model)
-        expected, plain, hook = reference(row, mutant, framework, first=1 + 2 * rank)
+        model, expected = row.scheme(), row.stock()
+        if depth := mutant.depth.get(framework, row.depth):
+            projections = mutant.projections.get(framework, row.projections)
+            drawn_plain(expected, depth, row.blocks(expected), projections)
+        found, plain = spread(model), spread(expected)
         wrong = {name: (found[name], plain[name]) for name in plain if abs(found[name] / plain[name] - 1) > 0.12}
         if wrong:
             return "differs", f"drawn at another standard deviation (found, expected): {wrong}"
         perturb(model)
         expected.load_state_dict(model.state_dict())
         unscaled = output(row, expected)
-        folded = mutant.folded or getattr(row, "folded", False)
-        fold(row, expected, mutant.gain or getattr(row, "gain", "weight")) if folded else hook()
-        if mutant.calls is not None:
-            mutant.calls.clear()
-        result = output(row, model)
-        if mutant.calls is not None and not mutant.calls:
-            return "differs", "the wrapper around the norms' forward did not run"
+        if mutant.folded or row.folded:
+            fold(row, expected, mutant.gain or row.gain)
+        else:
+            blocks = row.blocks(expected)
+            first = 1 + rank * len(blocks)
+            hooked(expected, blocks, mutant.names.get(framework, row.norms), numbers=range(first, first + len(blocks)))
         wanted = output(row, expected)
         if not difference(wanted, unscaled) > 100 * TOLERANCE:
             return "invalid", "the reference's factors change nothing"
-        error = difference(result, wanted)
-        return ("agrees", f"{error:.1e}") if error < TOLERANCE else ("differs", f"off by {error:.1e}")
-    except LNSError as error:
-        return "refused", str(error)
+        error = difference(output(row, model), wanted)
+        return ("agrees" if error < TOLERANCE else "differs"), f"off by {error:.1e}"
     except Exception as error:
-        if any(isinstance(e, LNSError) for e in (error.__cause__, error.__context__)):
+        if any(isinstance(each, LNSError) for each in (error, error.__cause__, error.__context__)):
             return "refused", str(error)
         return "crashed", traceback.format_exc()
 
 
-def in_child(framework, mutant, rank, file, pipe):
-    sys.stdout = sys.stderr
-    if framework.startswith("megatron"):
-        import torch.distributed as dist
-        from support import megatron_cpu
+def judge_rank(framework, name, rank, ranks, folder):
+    """:func:`judge` with Megatron's parallel state where the framework is Megatron."""
+    if not framework.startswith("megatron"):
+        return judge(framework, name)
+    import torch.distributed as dist
+    from support import megatron_cpu
 
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=mutant.ranks)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(megatron_cpu.cuda_answered())
-            megatron_cpu.initialize(pp=mutant.ranks)
-            pipe.send(judge(framework, mutant, rank))
-    else:
-        pipe.send(judge(framework, mutant))
-    pipe.close()
-    sys.stderr.flush()
-    os._exit(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(megatron_cpu.cuda_answered())
+        megatron_cpu.initialize(pp=ranks)
+        return judge(framework, name, rank)
 
 
-def run(framework, mutant):
-    """The outcomes of the ranks as one: what is wrong on any rank is wrong."""
-    fork, results, children = multiprocessing.get_context("fork"), [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(mutant.ranks):
-            receive, send = fork.Pipe(duplex=False)
-            child = fork.Process(target=in_child, args=(framework, mutant, rank, f"{folder}/store", send))
-            child.start()
-            send.close()
-            children.append((child, receive))
-        for child, receive in children:
-            try:
-                results.append(receive.recv() if receive.poll(40) else ("crashed", "no answer in 40 s"))
-            except EOFError:
-                results.append(("crashed", "the process died"))
-            child.kill()
-            child.join()
-    order = ("invalid", "crashed", "differs", "refused", "agrees")
-    return min(results, key=lambda result: order.index(result[0]))
-
-
-@functools.cache
-def imported(framework):
-    """Import what the mutants of a framework change. Returns why that cannot be."""
-    from mutants.routes import FRAMEWORKS
-    from mutants.source import locate
-    from support import hooked, megatron_tiny, olmo_models, te_python, trace_families  # noqa: F401  before the forks
-
-    if framework == "megatron_te":
-        try:
-            te_python.install()
-        except te_python.Unavailable as reason:
-            return str(reason)
-    row = FRAMEWORKS[framework]
-    for path in (f"{row.norm}.forward", f"{row.block}.forward", *row.touched):
-        locate(path)
-    return ""
-
-
-def serve():
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr
+def main(framework, name):
+    """Print the outcome, and what explains it, as the last line."""
     from mutants.table import MUTANTS
 
-    mutants = {mutant.name: mutant for mutant in MUTANTS}
-    for line in sys.stdin:
-        framework, name = line.split()
-        reason = imported(framework)
-        found = ("unavailable", reason) if reason else run(framework, mutants[name])
-        print(json.dumps(found), file=answers, flush=True)
-
-
-@functools.cache
-def server(transformer_engine):
-    """A process for all frameworks of this environment, or one that imports Transformer Engine before Megatron."""
-    variables = {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    if transformer_engine:  # switches off TE's assertion that there is a GPU
-        variables |= {"PYTHONOPTIMIZE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "mutants.driver"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | variables,
-    )  # fmt: skip
-    atexit.register(process.kill)
-    return process
+    ranks = MUTANTS[name].ranks
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(ranks) as pool:
+        each = [(framework, name, rank, ranks, folder) for rank in range(ranks)]
+        results = pool.starmap_async(judge_rank, each, chunksize=1).get(timeout=60)
+    print("\n" + json.dumps(min(results, key=lambda result: OUTCOMES.index(result[0]))))
 
 
 def cases(*frameworks):
@@ -234,25 +166,27 @@ def cases(*frameworks):
     import pytest
     from mutants.table import MUTANTS
 
-    for framework in frameworks:
-        for mutant in (each for each in MUTANTS if framework in each.apply):
-            marks = [pytest.mark.slow] if framework == "megatron_te" else []
-            yield pytest.param(framework, mutant, id=f"{framework}-{mutant.name}", marks=marks)
+    return [
+        pytest.param(name, each, id=f"{name}-{each.name}", marks=[pytest.mark.slow] if name == "megatron_te" else [])
+        for name in frameworks
+        for each in MUTANTS.values()
+        if name in each.apply
+    ]
 
 
 def check(framework, mutant):
     """Fail unless the package followed the mutant, or, where that may be, refused it."""
     import pytest
+    from support import forked
 
-    process = server(framework == "megatron_te")
-    print(framework, mutant.name, file=process.stdin, flush=True)
-    outcome, detail = json.loads(process.stdout.readline() or '["crashed", "the driver died"]')
-    if outcome == "unavailable":
-        pytest.skip(detail)
+    # PYTHONOPTIMIZE switches off Transformer Engine's assertion that there is a GPU.
+    start = {"PYTHONOPTIMIZE": "1", "TORCHDYNAMO_DISABLE": "1"} if framework == "megatron_te" else {}
+    first = PREPARE.format(str(Path(__file__).parents[1]), framework == "megatron_te")
+    code = "import sys\nfrom mutants import driver\nsys.exit(driver.unavailable or driver.main(*sys.argv[1:]))"
+    done = forked.run(code, framework, mutant.name, first=first, start=start, OLMO_LNS_DISABLE="1")
+    if "cannot be downloaded" in done.stderr:
+        pytest.skip(done.stderr)
+    outcome, detail = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else ("crashed", done.stderr)
     allowed = ("agrees",) if mutant.harmless or mutant.followed else ("agrees", "refused")
     if outcome not in allowed:
         pytest.fail(f"{outcome}, expected {' or '.join(allowed)}: {detail}", pytrace=False)
-
-
-if __name__ == "__main__":
-    serve()

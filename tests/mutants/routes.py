@@ -6,13 +6,29 @@ Everything here runs in a process that has imported a framework and not yet the 
 import importlib
 
 import torch
+from support import families, olmo_models
+from support import megatron_tiny as tiny
+from support.hooked import known
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-class Olmo:
+class Route:
+    """What most frameworks have in common."""
+
+    projections, folded, gain = None, False, "weight"
+
+    def register(self):
+        importlib.import_module(f"olmo_lns.integrations.{self.package}").register()
+
+    def blocks(self, model):
+        return list(known(model)[0](model))
+
+
+class Olmo(Route):
     """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
 
+    package = "olmo"
     norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
     norms, depth = ("attn_norm", "ff_norm"), "each"
     touched = (
@@ -22,14 +38,7 @@ class Olmo:
         "olmo.model:OLMo.__init__", "olmo.model:OLMo.reset_parameters", "olmo.config:BaseConfig.load",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.olmo import register
-
-        register()
-
     def stock(self, kind="rms"):
-        from support import olmo_models
-
         return olmo_models.build(layer_norm_type=kind, block_type="sequential", init_fn="mitchell", perturb=False)
 
     def scheme(self):
@@ -39,9 +48,10 @@ class Olmo:
         return model(IDS).logits
 
 
-class Megatron:
+class Megatron(Route):
     """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
 
+    package = "megatron"
     norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
     model = "megatron.core.models.gpt.gpt_model:GPTModel"
     norms, depth = ("input_layernorm", "pre_mlp_layernorm"), staticmethod(lambda number, count: 8**0.5)  # L = 4
@@ -54,53 +64,44 @@ class Megatron:
         "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.megatron import register
+    how: dict = {}  # fields of the config
 
-        register()
+    def stock(self, config=None):
+        return tiny.build(config or tiny.config(**self.how))
 
-    def stock(self, config=None, **how):
-        from support import megatron_tiny as tiny
-
-        return tiny.build(config or tiny.config(**how))
-
-    def scheme(self, **how):
-        from support import megatron_tiny as tiny
-
-        from olmo_lns.integrations.megatron import apply
-
-        config = tiny.config(**how)
-        apply(config)
-        return self.stock(config)
+    def scheme(self):
+        return self.stock(tiny.under(**self.how))
 
     def output(self, model):
-        from support import megatron_tiny as tiny
-
+        """The loss; of a pipeline stage, the hidden states of its layers."""
         tokens = tiny.batch()
-        return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+        if model.pre_process and model.post_process:
+            return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+        x = torch.randn(tiny.SEQUENCE, tiny.BATCH, tiny.HIDDEN, generator=torch.Generator().manual_seed(2))
+        if not model.pre_process:
+            model.decoder.set_input_tensor(x)
+        return model.decoder(hidden_states=x, attention_mask=tiny.inputs(tokens)[2])
 
 
 class MegatronTE(Megatron):
     """Megatron Core's spec for Transformer Engine, whose norms are inside the linear layers: the reference is folded."""
 
     norm = "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear"
-    norms, folded = ("self_attention.linear_qkv", "mlp.linear_fc1"), True
-    gain = "layer_norm_weight"
+    norms, folded, gain = ("self_attention.linear_qkv", "mlp.linear_fc1"), True, "layer_norm_weight"
 
-    def stock(self, config=None, **how):
+    def stock(self, config=None):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
         from megatron.core.transformer.dot_product_attention import DotProductAttention
-        from support import megatron_tiny as tiny
 
         spec = get_gpt_layer_with_transformer_engine_spec()
         spec.submodules.self_attention.submodules.core_attention = DotProductAttention  # TE's runs on GPUs only
-        return tiny.build(config or tiny.config(**how), spec)
+        return tiny.build(config or tiny.config(), spec)
 
 
-class Transformers:
+class Transformers(Route):
     """A family of transformers; Llama draws without a depth factor."""
 
-    kind, depth = "llama", None
+    package, kind, depth = "transformers", "llama", None
     norm = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
     block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
     model = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
@@ -113,17 +114,10 @@ class Transformers:
         "transformers.models.llama.modeling_llama:LlamaMLP.forward",
     )  # fmt: skip
 
-    def register(self):
-        from olmo_lns.integrations.transformers import register
-
-        register()
-
     def stock(self):
-        from support import trace_families
-
         torch.manual_seed(0)
         module, _, name = self.model.partition(":")
-        return getattr(importlib.import_module(module), name)(trace_families.config_of(self.kind)).eval()
+        return getattr(importlib.import_module(module), name)(families.config_of(self.kind)).eval()
 
     def scheme(self):
         from olmo_lns.integrations.transformers import apply
@@ -145,9 +139,10 @@ class Gpt2(Transformers):
     projections = ("attn.c_proj", "mlp.c_proj")
 
 
-class OlmoCore:
+class OlmoCore(Route):
     """ai2-olmo-core; init_method normal has no depth factor."""
 
+    package = "olmo_core"
     norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
     model = "olmo_core.nn.transformer.model:Transformer"
     norms, depth = ("attention_norm", "feed_forward_norm"), None
@@ -156,9 +151,6 @@ class OlmoCore:
         "olmo_core.nn.transformer.config:TransformerBlockConfig.build", "olmo_core.config:Config.from_dict",
         "olmo_core.train.checkpoint:Checkpointer.load", "olmo_core.train.checkpoint:Checkpointer.save",
     )  # fmt: skip
-
-    def register(self):
-        import olmo_lns.olmo_core  # noqa: F401  it registers itself
 
     def _config(self):
         from olmo_core.nn.transformer import TransformerConfig

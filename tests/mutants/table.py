@@ -41,7 +41,6 @@ class Mutant:
     gain: str = ""
     visible: bool = True
     ranks: int = 1
-    calls: list[str] | None = None
 
 
 def rms(x):
@@ -63,33 +62,29 @@ def norm_forward(change):
     return apply
 
 
-def gain_elsewhere(row):
+def another_gain(row, name):
+    """Norms have a second gain of the shape of the one that ``name`` names."""
+
     def make(init):
         @functools.wraps(init)
         def changed(self, *args, **kwargs):
             init(self, *args, **kwargs)
-            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.weight))
+            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(getattr(self, name)))
 
         return changed
 
     around(f"{row.norm}.__init__", make)
+
+
+def gain_elsewhere(row):
+    another_gain(row, "weight")
     norm_forward(lambda forward, self, x: rms(x) * self.gain_elsewhere)(row)
 
 
 def fused_gain_elsewhere(row):
-    def make(init):
-        @functools.wraps(init)
-        def changed(self, *args, **kwargs):
-            init(self, *args, **kwargs)
-            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.layer_norm_weight))
-
-        return changed
-
-    around(f"{row.norm}.__init__", make)
-    edit(
-        "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear.forward",
-        ("self.layer_norm_weight", "self.gain_elsewhere"),
-    )
+    another_gain(row, "layer_norm_weight")
+    path = "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear.forward"
+    edit(path, ("self.layer_norm_weight", "self.gain_elsewhere"))
 
 
 def times_7(forward, self, x):
@@ -157,23 +152,15 @@ def subclassed(row):
     setattr(module, name, type(f"Own{name}", (getattr(module, name),), {"__module__": "somebody"}))
 
 
-CALLS: list[str] = []
-
-
 def wrapped_norms(row):
-    """Somebody wraps the forward of each norm that is built, in the instance."""
+    """Somebody wraps the forward of each norm that is built, in the instance; the wrapper must still run."""
 
     def make(init):
         @functools.wraps(init)
         def changed(self, *args, **kwargs):
             init(self, *args, **kwargs)
             forward = self.forward
-
-            def counting(*a, **k):
-                CALLS.append(type(self).__name__)
-                return forward(*a, **k) * 1.5
-
-            self.forward = counting
+            self.forward = lambda *a, **k: forward(*a, **k) * 1.5
 
         return changed
 
@@ -187,7 +174,7 @@ def everywhere(change):
 
 LLAMA = "transformers.models.llama.modeling_llama"
 STAGE = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
-MUTANTS = [
+_MUTANTS = [
     Mutant("norm_times_7", dict.fromkeys((*ALL, TE), norm_forward(times_7)), followed=True),
     Mutant("norm_ignores_its_gain", dict.fromkeys(ALL, norm_forward(lambda f, self, x: rms(x)))),
     Mutant("norm_adds_the_residual", dict.fromkeys(ALL, norm_forward(lambda f, self, x: f(self, x) + x))),
@@ -249,5 +236,6 @@ MUTANTS = [
     Mutant("edited", everywhere(lambda path: source.rewrite(path, source.edited)), harmless=True, visible=False),
     Mutant("decorator", everywhere(lambda path: around(path, source.decorated)), harmless=True, visible=False),
     Mutant("subclass_of_the_model", dict.fromkeys(ALL, subclassed), harmless=True, visible=False),
-    Mutant("wrapper_around_a_norms_forward", dict.fromkeys(ALL, wrapped_norms), harmless=True, calls=CALLS),
+    Mutant("wrapper_around_a_norms_forward", dict.fromkeys(ALL, wrapped_norms), harmless=True),
 ]  # fmt: skip
+MUTANTS = {mutant.name: mutant for mutant in _MUTANTS}

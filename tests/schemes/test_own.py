@@ -19,10 +19,6 @@ print([round(getattr(block, name).lns_scale, 6) for block in model.transformer.b
 """
 
 
-def _run(folder):
-    return forked.run(LAUNCH, path=folder)
-
-
 @pytest.fixture
 def package(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -35,12 +31,12 @@ def package(tmp_path):
 
 
 def test_a_scheme_of_another_package_is_a_type_of_an_unmodified_launch(package):
-    done = _run(package)
+    done = forked.run(LAUNCH, path=package)
     expected = [round(number**-exponent, 6) for number in range(1, 5) for exponent in (0.25, 0.5)]
     assert done.stdout.strip() == str(expected), done.stderr
 
 
 def test_an_entry_point_that_fails_is_named(package):
     (package / "my_schemes.py").write_text("1 / 0\n")
-    done = _run(package)
+    done = forked.run(LAUNCH, path=package)
     assert done.returncode and "entry point 'my_schemes' of group olmo_lns.schemes" in done.stderr

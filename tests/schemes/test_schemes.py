@@ -17,7 +17,6 @@ from olmo_lns.schemes import (
     Parameter,
     Plan,
     Scheme,
-    definition,
     names,
     parse,
     registry,
@@ -82,7 +81,7 @@ def test_a_defined_scheme_is_spelled_and_its_name_is_taken_once(monkeypatch):
     assert schemes.names()[:2] == ("preln", "lns") and schemes.names()[-1] == "mixed"
     assert str(parse("mixed:blocks=2")) == "mixed:blocks=2" and parse("mixed:blocks=2").plan(1, 4, "ff") == Plan()
     with pytest.raises(ValueError, match="scheme name 'mixed': taken"):
-        schemes.define(definition("mixed"))
+        schemes.define(schemes.definition("mixed"))
     order = [(number, sub_layer) for number, sub_layer, _ in parse("mixed").plans(2)]
     assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
 

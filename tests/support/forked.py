@@ -24,28 +24,30 @@ FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 
 
 @functools.cache
-def _server(first):
-    """The interpreter that forks, after ``first``."""
+def _server(first, start):
+    """The interpreter that forks, after ``first``. :param start: changes of the environment in which it starts."""
     command = [sys.executable, "-W", "ignore", __file__, first]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # huggingface_hub reads it when it is imported
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", **dict(start)}  # huggingface_hub reads it when it is imported
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=offline)
     atexit.register(lambda: (process.kill(), process.wait()))
     return process
 
 
-def run(code, *arguments, path=None, cwd=None, first="", **changes):
+def run(code, *arguments, path=None, cwd=None, first="", start=(), **changes):
     """Run ``code`` as ``python -c`` would, in the environment of the tests with ``changes``; None removes a name.
 
     :param path: a folder that comes first on ``sys.path``. :param first: code that is run before the fork.
+    :param start: environment variables of the interpreter that forks.
     """
     environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
     if not sys.platform.startswith("linux"):  # a fork after these imports is not safe elsewhere
         environment |= {"PYTHONPATH": os.pathsep.join([str(path), environment.get("PYTHONPATH", "")])} if path else {}
+        environment |= dict(start)
         command = [sys.executable, "-W", "ignore", "-c", f"{first}\n{code}", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=900)
     asked = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
     asked |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
-    server = _server(first)
+    server = _server(first, tuple(dict(start).items()))
     print(json.dumps(asked), file=server.stdin, flush=True)
     returncode, stdout, stderr = json.loads(server.stdout.readline())
     return subprocess.CompletedProcess(asked["argv"], returncode, stdout, stderr)

@@ -1,4 +1,4 @@
-"""Launch OLMo as a user does: in processes of its own, with fresh environments and tiny configs."""
+"""Launch programs as a user does: in processes of their own, with fresh environments; for OLMo with tiny configs."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from support import forked, olmo_models
+from support import olmo_models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
@@ -80,8 +80,9 @@ class Result:
     text: str
 
     def losses(self):
-        """The losses of OLMo's console log, as printed (four digits), in order."""
-        return [float(value) for value in re.findall(r"train/CrossEntropyLoss=([0-9.]+)", self.text)]
+        """The losses in the log of OLMo, OLMo-core or Megatron, as printed, in order."""
+        named = r"(?:train/CrossEntropyLoss=|train/CE loss=|lm loss: )([0-9.]+(?:E[+-][0-9]+)?)"
+        return [float(value) for value in re.findall(named, self.text)]
 
     def last_line(self):
         return self.text.strip().splitlines()[-1] if self.text.strip() else ""
@@ -107,12 +108,6 @@ def run(command, *, cwd, env=None):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     return Result(done.returncode, done.stdout)
-
-
-def python(code, *arguments, cwd, **changes):
-    """Run ``python -c code`` in an interpreter that has imported torch (forked.py); stderr comes first in the text."""
-    done = forked.run(code, *arguments, cwd=cwd, **(dict.fromkeys(os.environ) | environment(**changes)))
-    return Result(done.returncode, done.stderr + done.stdout)
 
 
 def torchrun(ranks, *command, **kwargs):

@@ -3,13 +3,6 @@
 import copy
 
 
-class NoMamba:
-    """A placeholder for Mamba layers, which the tests' patterns never name."""
-
-    def __init__(self, *args, **kwargs):
-        raise NotImplementedError("this spec has attention and MLP layers only")
-
-
 def attention_and_mlp(layer):
     """The two halves of a transformer layer's spec, each as a layer of its own."""
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -39,7 +32,7 @@ def _stack_spec():
         stack, submodules = block.MambaStack, block.MambaStackSubmodules
     block.TENorm = WrappedTorchNorm  # the class of the final norm, which no spec names
     attention, mlp = attention_and_mlp(get_gpt_layer_local_spec(normalization="RMSNorm"))
-    halves = submodules(mamba_layer=ModuleSpec(module=NoMamba), attention_layer=attention, mlp_layer=mlp)
+    halves = submodules(attention_layer=attention, mlp_layer=mlp)
     return ModuleSpec(module=stack, submodules=halves)
 
 

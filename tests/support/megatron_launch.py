@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+from support import launch
 
 TESTS = Path(__file__).parents[1]
 #: A model of 4 layers on mock data, six iterations, the local spec, everything that a CPU can run.
@@ -32,28 +33,23 @@ def checkout():
     return Path(named).resolve()
 
 
-def model_flags():
-    """The flags of MODEL, as words."""
-    return MODEL.split()
-
-
-def environment():
-    paths = [str(TESTS / "support" / "megatron_site"), str(TESTS), str(TESTS.parent)]  # this tree, not an installed one
-    paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {
-        "PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "olmo-lns-pycache"),
-        "MEGATRON_ON_CPU": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join(paths),
+def environment(**changes):
+    paths = [TESTS / "support" / "megatron_site", TESTS, TESTS.parent]  # this tree, not an installed one
+    path = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return launch.environment(
+        PYTHONDONTWRITEBYTECODE=None,
+        PYTHONPYCACHEPREFIX=os.path.join(tempfile.gettempdir(), "olmo-lns-pycache"),
+        MEGATRON_ON_CPU="1",
+        TORCHDYNAMO_DISABLE="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        PYTHONWARNINGS="ignore",
+        PYTHONPATH=path,
         # Some versions run make at every start; it would name the helpers after another Python.
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-        "MAKEFLAGS": "e",
-        "LIBEXT": str(sysconfig.get_config_var("EXT_SUFFIX")),
-    }
+        PATH=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        MAKEFLAGS="e",
+        LIBEXT=str(sysconfig.get_config_var("EXT_SUFFIX")),
+        **changes,
+    )
 
 
 def build_helpers(tree):
@@ -65,14 +61,7 @@ def build_helpers(tree):
     subprocess.run(command, env=environment(), check=True, capture_output=True)
 
 
-def pretrain(tree, *flags, script="pretrain_gpt.py", ranks=1):
+def pretrain(tree, *flags, script="pretrain_gpt.py", ranks=1, **variables):
     """pretrain_gpt.py, or another script, or ``-m olmo_lns`` and one, with the flags of MODEL; one pipeline stage a rank."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-         *script.split(), *model_flags(), "--pipeline-model-parallel-size", str(ranks), *flags],
-        cwd=tree, env=environment(), capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-
-
-def losses(done):
-    return [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    words = [*script.split(), *MODEL.split(), "--pipeline-model-parallel-size", ranks, *flags]
+    return launch.torchrun(ranks, *words, cwd=tree, env=environment(**variables))

@@ -6,20 +6,15 @@ A run has these keys, each of which may be left out:
 
 ``mode``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a forward hook) or
 "off". All start from plain initialization, so their weights are equal.
-``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``fsdp``: Megatron-FSDP instead of Megatron's DDP. ``ddp``: fields of DistributedDataParallelConfig.
-``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` 0; then one more loss
-is computed.
+``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig; ``ddp``: of DistributedDataParallelConfig.
 """
 
-import contextlib
 import json
 import sys
-from typing import Any
-from unittest import mock
 
 from support import megatron_cpu
 
-Options = dict[str, Any]
+STEPS = 3
 
 
 def build(options):
@@ -66,12 +61,12 @@ def hooked_part(model, cfg, stage):
 
 
 def optimizer_for(cfg, models, options):
+    """Megatron's DDP around the chunks, and its Adam."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options.get("ddp", {}))
-    wrap = fully_sharded if options.get("fsdp") else DistributedDataParallel
-    models = [wrap(cfg, ddp, model) for model in models]
+    models = [DistributedDataParallel(cfg, ddp, model) for model in models]
     cfg.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
         optimizer="adam", lr=3e-3, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype,
@@ -84,52 +79,7 @@ def optimizer_for(cfg, models, options):
     return optimizer, models
 
 
-def fully_sharded(cfg, ddp, model):
-    """Wrap in Megatron-FSDP, which asks for CUDA devices by name."""
-    import torch
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from_group = DeviceMesh.from_group
-
-    def on_cpu(group, device_type, **kwargs):
-        return from_group(group, megatron_cpu.on_cpu(device_type), **kwargs)
-
-    device = mock.patch.object(torch.cuda, "current_device", lambda: 0)  # it only compares devices, and warns
-    with mock.patch.object(DeviceMesh, "from_group", on_cpu), device:
-        return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def streams_stand_still():
-    """Replace CUDA's streams; a collective has ended when its call returns.
-
-    Megatron-FSDP frees a bucket in the order of its streams. On a CPU nothing keeps that order: a gather that
-    gloo still runs in a thread of its own would write into memory that was freed.
-    """
-    import torch
-    import torch.distributed as dist
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
-
-    gather = dist.all_gather_into_tensor
-
-    def at_once(*args, async_op=False, **kwargs):
-        gather(*args, **kwargs)
-        return mock.MagicMock(name="an ended gather")
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (torch.cuda, "Stream", lambda *args, **kwargs: mock.MagicMock(name="a stream")),
-            (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-            (torch.cuda, "empty_cache", lambda: None),
-            (dist, "all_gather_into_tensor", at_once),
-            (param_and_grad_buffer, "_coalescing_manager", lambda *a, **k: contextlib.nullcontext(mock.MagicMock())),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
-
-
-def step(models, *, seed, forward_only=False):
+def step(models, seed):
     """Two micro-batches through Megatron's schedule; their mean loss on the last stage, else None."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -155,62 +105,43 @@ def step(models, *, seed, forward_only=False):
         num_microbatches=len(micro),
         seq_length=tiny.SEQUENCE,
         micro_batch_size=tiny.BATCH,
-        forward_only=forward_only,
+        forward_only=False,
     )
     return sum(float(f["loss"]) for f in found) / len(found) if found else None
 
 
 def run(options):
-    """What this rank found: the losses of its stage (None in others), the last one after training, and its sites."""
-    from megatron.core import dist_checkpointing
-
+    """What this rank found: the losses of its stage (None in others), and its sites."""
     from olmo_lns import sites
 
     cfg, models = build(options)
     found = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in sites.sites(model)]
+    optimizer, models = optimizer_for(cfg, models, options)
     losses = []
-    if folder := options.get("load"):
-        # All chunks at once, as Megatron does: together they must ask for every shard.
-        state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}
-        loaded = dist_checkpointing.load(state, folder)
-        for index, model in enumerate(models):
-            model.load_state_dict(loaded[f"model{index}"])
-    if steps := options.get("steps", 0 if folder else 3):
-        optimizer, models = optimizer_for(cfg, models, options)
-        for number in range(steps):
-            for model in models:
-                model.zero_grad_buffer()
-            optimizer.zero_grad()
-            losses.append(step(models, seed=number))
-            optimizer.step()
-        if not options.get("fsdp"):
-            models = [model.module for model in models]
-    if folder := options.get("save"):
-        dist_checkpointing.save(models[0].sharded_state_dict(), folder)
-    cfg.finalize_model_grads_func = cfg.grad_scale_func = None
-    losses.append(step(models, seed=99, forward_only=True))
+    for number in range(STEPS):
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(step(models, seed=number))
+        optimizer.step()
     return {"losses": losses, "sites": found}
 
 
 def main():
     import torch.distributed as dist
 
-    found, before = [], None
+    found = []
     with megatron_cpu.cuda_answered():
         for options in json.loads(sys.argv[1]):
-            if (layout := [options.get("tp", 1), options.get("pp", 1), options.get("vpp")]) != before:
-                megatron_cpu.initialize(*layout)
-                before = layout
-            with streams_stand_still() if options.get("fsdp") else contextlib.nullcontext():
-                found.append(run(options))
+            megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
+            found.append(run(options))
         # The ranks print in turn: two that print at once would share a line.
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
                 print("RANK " + json.dumps(found), flush=True)
             dist.barrier()
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

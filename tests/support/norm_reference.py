@@ -38,6 +38,16 @@ def grads(y, inputs, dy):
     return [g.double() for g in torch.autograd.grad(y, present, dy.to(y.dtype), retain_graph=True)]
 
 
+def compared(kind, inputs, eps, scale, *, zero_centered=False, autocast=False, **how):
+    """The package's output and fp64's, and of each input that is not None the relative error of its gradient."""
+    with torch.autocast(inputs[0].device.type, dtype=torch.bfloat16, enabled=autocast):
+        y = ours(kind, *inputs, eps, scale, zero_centered=zero_centered, **how)
+    expected = norm(kind, *inputs, eps, scale, zero_centered)
+    dy = torch.randn(y.shape, device=y.device).to(y.dtype)
+    present, found, wanted = [t for t in inputs if t is not None], grads(y, inputs, dy), grads(expected, inputs, dy)
+    return y, expected, [(t, relative_error(*pair)) for t, *pair in zip(present, found, wanted, strict=True)]
+
+
 def relative_error(value, expected):
     """Frobenius norm of the difference over that of ``expected``."""
     expected = expected.double()

@@ -11,14 +11,16 @@ from olmo_core.nn.transformer import TransformerConfig
 from olmo_lns.olmo_core import apply
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 4, 4
+_TWO = ("attention_norm", "feed_forward_norm")
+_THREE = (*_TWO, "feed_forward_moe_norm")
 #: Block type -> (scheme, the norms that its factor multiplies).
 SCHEMES = {
-    "default": ("lns", ("attention_norm", "feed_forward_norm")),
-    "reordered_norm": ("branchln_depth", ("attention_norm", "feed_forward_norm")),
-    "moe": ("lns", ("attention_norm", "feed_forward_norm")),
-    "moe_reordered_norm": ("branchln_depth", ("attention_norm", "feed_forward_norm")),
-    "moe_hybrid": ("lns", ("attention_norm", "feed_forward_norm", "feed_forward_moe_norm")),
-    "moe_hybrid_reordered_norm": ("branchln_depth", ("attention_norm", "feed_forward_norm", "feed_forward_moe_norm")),
+    "default": ("lns", _TWO),
+    "reordered_norm": ("branchln_depth", _TWO),
+    "moe": ("lns", _TWO),
+    "moe_reordered_norm": ("branchln_depth", _TWO),
+    "moe_hybrid": ("lns", _THREE),
+    "moe_hybrid_reordered_norm": ("branchln_depth", _THREE),
 }
 TOKENS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -27,15 +29,9 @@ def config(block="default", norm=None, **kwargs):
     """OLMo-core's own config of a Llama-like model, without a scheme."""
     common = dict(d_model=WIDTH, vocab_size=VOCABULARY, n_layers=LAYERS, n_heads=HEADS)
     if block.startswith("moe"):
-        made = TransformerConfig.llama_like_moe(
-            **{**common, **kwargs},
-            num_experts=4,
-            top_k=2,
-            expert_hidden_size=16,
-            dropless=True,
-            hybrid="hybrid" in block,
-            reordered_norm="reordered" in block,
-        )
+        common |= dict(num_experts=4, top_k=2, expert_hidden_size=16, dropless=True)
+        common |= dict(hybrid="hybrid" in block, reordered_norm="reordered" in block)
+        made = TransformerConfig.llama_like_moe(**{**common, **kwargs})
         if "hybrid" in block:  # llama_like_moe forgets it
             made.block.feed_forward = FeedForwardConfig(hidden_size=48, bias=False)
     else:
@@ -61,23 +57,6 @@ def model(made, *, seed=1):
             if "norm" in name or name.endswith("bias"):
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     return built
-
-
-def fold(built, block, exponent=0.5):
-    """Multiply the factor into gain and bias of a stock model's norms, by a formula written out here."""
-    for number, each in enumerate(built.blocks.values(), start=1):
-        for name in SCHEMES[block][1]:
-            for parameter in getattr(each, name).parameters(recurse=False):
-                parameter.data.mul_(1 / number**exponent)
-    return built
-
-
-def factor_of(name, block, exponent=0.5):
-    """The factor by which folding multiplied the parameter ``name``."""
-    parts = name.split(".")
-    if parts[0] == "blocks" and len(parts) == 4 and parts[2] in SCHEMES[block][1]:
-        return 1 / (int(parts[1]) + 1) ** exponent
-    return 1.0
 
 
 def loss_of(logits):

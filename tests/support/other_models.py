@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from support import olmo_models
 from support.hooked import known
 
-IDS = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(1))
+WIDTH, IDS = 32, torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
 def _module(name, variable):
@@ -36,10 +37,9 @@ def litgpt(**changes):
 def torchtitan():
     llama3 = _module("torchtitan.models.llama3", "TORCHTITAN_SRC")
     config = llama3.llama3_configs["debugmodel"]("flex")
+    attention = _module("torchtitan.models.common.attention", "").ScaledDotProductAttention
     for layer in config.layers:  # flex attention needs a compiler, or masks
-        layer.attention.inner_attention = _module(
-            "torchtitan.models.common.attention", ""
-        ).ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = attention.Config()
     model = config.build()
     torch.manual_seed(0)
     model.init_states(buffer_device=torch.device("cpu"))
@@ -53,37 +53,62 @@ def olmo(**changes):
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    """A block with two norms, whose ``forward`` a subclass may replace."""
+
+    half = False
+
+    def __init__(self, number, norm=nn.RMSNorm):
         super().__init__()
-        self.norms = nn.ModuleDict({"a": nn.RMSNorm(width), "b": nn.LayerNorm(width)})
-        self.mix, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        nn.init.zeros_(self.down.weight)
-        self.drop = nn.Dropout(0.1)
+        self.number, self.n1, self.n2 = number, norm(WIDTH), norm(WIDTH)
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def attn(self, x, y=None):
+        if self.half and x.dtype == torch.float32:
+            raise RuntimeError("only fp16 and bf16")
+        y = x if y is None else y
+        return self.o(F.scaled_dot_product_attention(self.q(x), self.k(y), self.v(y), is_causal=True))
+
+    def mlp(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def forward(self, x):
-        x = x + self.mix(self.norms["a"](x)).cumsum(1)
-        branch = self.drop(self.down(self.up(self.norms["b"](x)).relu()))
-        branch += x
-        return branch
+        x = x + self.attn(self.n1(x))
+        return x + self.mlp(self.n2(x))
 
 
-class Own(nn.Module):
-    """In-place additions, dropout, an output projection that starts at zero."""
+class Model(nn.Module):
+    """A model of blocks with one ``forward``. :param tail: makes the last norm."""
 
-    def __init__(self, depth=3, width=32):
+    def __init__(self, forward=Block.forward, keys="0123", tail=None, half=False, **options):
         super().__init__()
-        self.embedding = nn.Embedding(96, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.head = nn.Linear(width, 96)
+        torch.manual_seed(0)
+        kind = type("Other", (Block,), {"forward": forward, "half": half})
+        self.embedding, self.head = nn.Sequential(nn.Embedding(96, WIDTH)), nn.Linear(WIDTH, 96)
+        self.layers = nn.ModuleDict({key: kind(number, **options) for number, key in enumerate(keys)})
+        self.norm = nn.RMSNorm(WIDTH) if tail is None else tail(self)
 
     def forward(self, ids):
-        return self.head(self.blocks(self.embedding(ids)))
+        x = self.embedding(ids)
+        for block in self.layers.values():
+            x = block(x)
+        return self.head(self.norm(x))
 
 
-def own():
-    torch.manual_seed(0)
-    model = Own()
-    return model, list(model.blocks), ("norms.a", "norms.b")
+def added_in_place(self, x):
+    x = x + self.attn(self.n1(x))
+    branch = F.dropout(self.mlp(self.n2(x)), 0.1, self.training)
+    branch += x
+    return branch
+
+
+def own(**options):
+    """A model of ours: in-place additions, dropout, an output projection that starts at zero."""
+    model = Model(added_in_place, **options)
+    for block in model.layers.values():
+        nn.init.zeros_(block.down.weight)
+    return model, list(model.layers.values()), ("n1", "n2")
 
 
 MODELS = {

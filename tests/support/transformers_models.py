@@ -94,9 +94,6 @@ def read_config(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-STEPS, RATE = 6, 1e-2
-
-
 def rows(count=12, length=8):
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 97, (count, length), generator=generator)
@@ -109,9 +106,9 @@ def trainer(model, folder, **changes):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'olmo-lns[hf]'")
     options = dict(
         output_dir=str(folder),
-        max_steps=STEPS,
+        max_steps=6,
         per_device_train_batch_size=2,
-        learning_rate=RATE,
+        learning_rate=1e-2,
         lr_scheduler_type="constant",
         optim="adamw_torch",
         weight_decay=0.0,

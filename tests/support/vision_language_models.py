@@ -31,11 +31,9 @@ def llava_folder(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<image>"])
     special = dict(eos_token="[EOS]", pad_token="[PAD]", unk_token="[UNK]", extra_special_tokens={"image_token": "<image>"})  # fmt: skip
-    size = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    pillow = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     transformers.LlavaProcessor(
-        image_processor=transformers.AutoImageProcessor.for_model("clip", **size)
-        if hasattr(transformers.AutoImageProcessor, "for_model")
-        else _clip_processor(**size),
+        image_processor=pillow(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         tokenizer=transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **special
         ),
@@ -45,8 +43,3 @@ def llava_folder(folder):
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
     return folder
-
-
-def _clip_processor(**options):
-    pillow = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
-    return pillow(**options)

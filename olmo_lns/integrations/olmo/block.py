@@ -21,6 +21,7 @@ from torch import nn
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 from olmo_lns.sites import Scaled, Site
 
@@ -174,8 +175,7 @@ class FoldedRMSNorm(Scaled):
     """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
-        return y
+        return rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias, backend=self.lns_backend)
 
 
 class FoldedLayerNorm(Scaled):
@@ -187,8 +187,7 @@ class FoldedLayerNorm(Scaled):
             x = self._cast_if_autocast_enabled(x)
             weight, bias = (None if t is None else self._cast_if_autocast_enabled(t) for t in (weight, bias))
         with torch.autocast(enabled=False, device_type=x.device.type) if self.low_precision else nullcontext():
-            y: torch.Tensor = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
-        return y
+            return layer_norm(x, weight, bias, self.eps, self.lns_factor, backend=self.lns_backend)
 
 
 class Grouped(sites.Derived):

@@ -8,6 +8,7 @@ import torch
 from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor
 
+from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.sites import Scaled
 
 
@@ -24,12 +25,12 @@ class _Folded(Scaled):
 
 class _LayerNorm(_Folded):
     def _scaled(self: Any, x: torch.Tensor) -> Any:
-        return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor, backend=self.lns_backend)
 
 
 class _RMSNorm(_Folded):
     def _scaled(self: Any, x: torch.Tensor) -> Any:
-        return self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
+        return rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias, backend=self.lns_backend)
 
 
 def folded(kind: type) -> type | None:

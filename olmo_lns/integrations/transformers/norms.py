@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.sites import Scaled
 
 
@@ -16,18 +17,15 @@ class FoldedLlamaRMSNorm(Scaled):
     """RMSNorm with a gain, as in Llama, Qwen and Mistral."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lns_backend.rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, self.lns_factor
-        )
-        return output
+        eps = self.variance_epsilon
+        return rms_norm(hidden_states, self.weight, eps, self.lns_factor, backend=self.lns_backend)
 
 
 class FoldedTorchLayerNorm(Scaled):
     """torch's LayerNorm over the last dimension."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
-        return output
+        return layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor, backend=self.lns_backend)
 
 
 _KNOWN = {

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from support import megatron_launch
-from support.megatron_launch import losses, pretrain
+from support import launch, megatron_launch
+from support.megatron_launch import pretrain
+
+pytestmark = pytest.mark.slow
 
 #: What the wrapper of ModelOpt's loader relies on. Mocks stand in for ModelOpt's own modules.
 MODELOPT = """
@@ -22,7 +24,7 @@ stock = loader.__wrapped__
 print(hook.is_wrapped(loader), "get_sharded_load_dir" in stock.__globals__, "load_arg" in inspect.signature(stock).parameters)
 """
 LNS = "--layernorm-scaling"
-THREE_STEPS = ("--save-interval", "3", "--exit-interval", "3")
+LINE = "LayerNorm Scaling on: 8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4)"
 
 
 @pytest.fixture(scope="module")
@@ -34,79 +36,64 @@ def tree():
 
 @pytest.fixture(scope="module")
 def saved(tree, tmp_path_factory):
-    """For LayerNorm Scaling and for Pre-LN, the checkpoint of the third step and the finished run."""
+    """The checkpoint of the third step, for LayerNorm Scaling and for Pre-LN."""
     found = {}
     for flags in ((LNS,), ()):
-        folder = tmp_path_factory.mktemp("saved")
-        done = pretrain(tree, *flags, "--save", str(folder), *THREE_STEPS)
-        assert (folder / "latest_checkpointed_iteration.txt").is_file(), done.stderr[-3000:]
-        found[flags] = folder, done
+        folder = found[flags] = str(tmp_path_factory.mktemp("saved"))
+        done = pretrain(tree, *flags, "--save", folder, "--save-interval", "3", "--exit-interval", "3").ok()
+        assert not flags or (LINE in done.text and "measured: output, gradient, initialization" in done.text)
     return found
 
 
 def refused(done, words):
-    assert done.returncode != 0
-    assert re.search(words, done.stderr + done.stdout, re.DOTALL), done.stderr[-3000:]
+    assert done.code and re.search(words, done.text, re.DOTALL), done.text[-3000:]
 
 
-@pytest.mark.slow
-def test_a_run_trains_saves_resumes_and_refuses_another_scheme(saved, tree):
-    folder, first = saved[(LNS,)]
-    assert "on: 8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4)" in first.stdout
-    assert "measured: output, gradient, initialization" in first.stdout
-    given = pretrain(tree, "--load", str(folder), LNS)
-    restored = pretrain(tree, "--load", str(folder), "--use-checkpoint-args")
-    assert len(losses(given)) == 3, given.stderr[-3000:]
-    assert losses(restored) == losses(given), restored.stderr[-3000:]
-    done = pretrain(tree, "--load", str(folder), "--finetune")
-    refused(done, "its config says lns.*but this run has preln")
-    last = [line for line in done.stderr.splitlines() if "CheckpointMismatchError: " in line][-1]
-    assert "(--layernorm-scaling)" in last
+def test_a_run_resumes_and_refuses_another_scheme(saved, tree):
+    folder = saved[(LNS,)]
+    given = pretrain(tree, "--load", folder, LNS).ok().losses()
+    assert pretrain(tree, "--load", folder, "--use-checkpoint-args").ok().losses() == given and len(given) == 3
+    done = pretrain(tree, "--load", folder, "--finetune")
+    refused(
+        done,
+        r"CheckpointMismatchError: [^\n]*its config says lns[^\n]*but this run has preln[^\n]*\(--layernorm-scaling\)",
+    )
     for more in ((), ("--use-checkpoint-args",)):
-        stock = pretrain(tree, "--load", str(saved[()][0]), LNS, *more)
-        refused(stock, "its config says preln.*but this run has lns")
+        refused(pretrain(tree, "--load", saved[()], LNS, *more), "its config says preln.*but this run has lns")
 
 
-@pytest.mark.slow
-def test_training_equals_the_reference_and_stock_is_stock(tree, monkeypatch):
+def test_training_equals_the_reference_and_stock_is_stock(tree):
     """A stock launch under hooks, with the plugin off. Two pipeline stages: scripts/snapshots.py."""
-    lns, installed = losses(pretrain(tree, LNS)), losses(pretrain(tree))
-    with monkeypatch.context() as without_hook:
-        without_hook.setenv("MEGATRON_NO_HOOK", "1")
-        assert losses(pretrain(tree, LNS, script="-m olmo_lns pretrain_gpt.py")) == lns
-    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
-    stock = losses(pretrain(tree))
-    monkeypatch.setenv("MEGATRON_REFERENCE", "1")
-    assert lns == pytest.approx(losses(pretrain(tree)), rel=2e-6) and len(lns) == 6
+    lns, installed = pretrain(tree, LNS).losses(), pretrain(tree).losses()
+    launcher = pretrain(tree, LNS, script="-m olmo_lns pretrain_gpt.py", MEGATRON_NO_HOOK="1")
+    stock = pretrain(tree, OLMO_LNS_DISABLE="1").losses()
+    reference = pretrain(tree, OLMO_LNS_DISABLE="1", MEGATRON_REFERENCE="1").losses()
+    assert lns == launcher.losses() == pytest.approx(reference, rel=2e-6) and len(lns) == 6
     assert installed == stock
     assert max(abs(a - b) for a, b in zip(lns, stock, strict=True)) > 1e-3
 
 
-@pytest.mark.slow
 def test_the_loader_of_modelopts_scripts_is_what_its_wrapper_expects(tree):
     variables = megatron_launch.environment()
     variables["PYTHONPATH"] = f"{tree}:{variables['PYTHONPATH']}"
-    done = subprocess.run([sys.executable, "-c", MODELOPT], env=variables, capture_output=True, text=True)
-    assert done.stdout.split()[-3:] == ["True"] * 3, done.stderr[-3000:]
+    done = launch.run([sys.executable, "-c", MODELOPT], cwd=tree, env=variables)
+    assert done.last_line() == "True True True", done.text[-3000:]
 
 
-@pytest.mark.slow
 def test_a_patched_megatron_has_the_guards_of_the_plugin(saved, tree, tmp_path, monkeypatch):
     """The start-up hook is off, so that only the patch can load the plugin."""
     patched = tmp_path / "Megatron-LM"
     shutil.copytree(tree, patched, ignore=shutil.ignore_patterns(".git", "__pycache__"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    patches = sorted((megatron_launch.TESTS.parent / "patches" / "megatron").glob("load-plugins-*.patch"))
+    patches = sorted((launch.REPOSITORY / "patches" / "megatron").glob("load-plugins-*.patch"))
     if all(subprocess.run(["git", "apply", str(p)], cwd=patched, capture_output=True).returncode for p in patches):
         pytest.skip("no patch fits this Megatron")
-    monkeypatch.setenv("MEGATRON_NO_HOOK", "1")
-    done = pretrain(patched, "--load", str(saved[(LNS,)][0]), "--finetune", "--layernorm-scaling")
-    assert len(losses(done)) == 6, done.stderr[-3000:]
-    assert "LayerNorm Scaling on: 8 norms (RMSNorm)" in done.stdout
-    refused(pretrain(patched, "--load", str(saved[(LNS,)][0]), "--finetune"), "its config says lns")
+    words = ("--load", saved[(LNS,)], "--finetune")
+    done = pretrain(patched, *words, LNS, MEGATRON_NO_HOOK="1").ok()
+    assert len(done.losses()) == 6 and LINE in done.text
+    refused(pretrain(patched, *words, MEGATRON_NO_HOOK="1"), "its config says lns")
 
 
-@pytest.mark.slow
 def test_a_hybrid_model_of_plain_blocks_equals_the_gpt_model(tree):
     """pretrain_hybrid.py (up to 0.17 pretrain_mamba.py): the same weights, the same factors, the same losses."""
     new = (tree / "pretrain_hybrid.py").is_file()
@@ -114,26 +101,25 @@ def test_a_hybrid_model_of_plain_blocks_equals_the_gpt_model(tree):
     if not (tree / script).is_file():
         pytest.skip(f"{tree} has no {script}")
     pattern = ["--hybrid-layer-pattern"] if new else ["--is-hybrid-model", "--hybrid-override-pattern"]
-    model = ["--spec", "support.megatron_hybrid", "hybrid_stack_spec", "--layernorm-scaling", *pattern]
-    hybrid = pretrain(tree, "--num-layers", "8", *model, "*-*-*-*-", script=script)
-    assert "LayerNorm Scaling on: 8 norms (RMSNorm), 8 in this process (blocks 1-4)" in hybrid.stdout, hybrid.stderr
-    assert losses(hybrid) == pytest.approx(losses(pretrain(tree, "--layernorm-scaling")), rel=1e-5)
+    model = ["--spec", "support.megatron_hybrid", "hybrid_stack_spec", LNS, *pattern]
+    hybrid = pretrain(tree, "--num-layers", "8", *model, "*-*-*-*-", script=script).ok()
+    assert LINE in hybrid.text
+    assert hybrid.losses() == pytest.approx(pretrain(tree, LNS).losses(), rel=1e-5)
     done = pretrain(tree, "--num-layers", "3", *model, "*-*", script=script)
     refused(done, "attention and MLP in turn")
 
 
-@pytest.mark.slow
-def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path, monkeypatch):
+def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path):
     """After ``olmo-lns export --format megatron``, stock pretrain_gpt.py has the loss of the LNS model."""
-    source, folded, flag = str(saved[(LNS,)][0]), str(tmp_path / "folded"), "--layernorm-scaling"
+    source, folded, disabled = saved[(LNS,)], str(tmp_path / "folded"), {"OLMO_LNS_DISABLE": "1"}
     export = [sys.executable, "-m", "olmo_lns", "export", source, folded, "--format", "megatron"]
-    subprocess.run(export, check=True, capture_output=True)
-    expected = losses(pretrain(tree, "--load", source, "--finetune", flag))
-    refused(pretrain(tree, "--load", folded, "--finetune", flag), "its config says preln, but this run has lns")
-    taken = pretrain(tree, "--load", folded, "--finetune")
-    assert losses(taken)[0] == pytest.approx(expected[0], rel=1e-6), taken.stderr[-3000:]
-    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
-    stock = pretrain(tree, "--load", folded, "--finetune")
-    assert losses(stock)[0] == pytest.approx(expected[0], rel=1e-6), stock.stderr[-3000:]
-    unfolded = pretrain(tree, "--load", source, "--finetune")
-    assert losses(unfolded)[0] != pytest.approx(expected[0], rel=1e-6), "the loss does not depend on the factor"
+    launch.run(export, cwd=tmp_path).ok()
+    refused(pretrain(tree, "--load", folded, "--finetune", LNS), "its config says preln, but this run has lns")
+    expected, taken, stock, unfolded = (
+        pretrain(tree, "--load", folder, "--finetune", *flags, **variables).ok().losses()[0]
+        for folder, flags, variables in (
+            (source, (LNS,), {}), (folded, (), {}), (folded, (), disabled), (source, (), disabled),
+        )
+    )  # fmt: skip
+    assert taken == pytest.approx(expected, rel=1e-6) == stock
+    assert unfolded != pytest.approx(expected, rel=1e-6), "the loss does not depend on the factor"

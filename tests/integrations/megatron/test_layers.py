@@ -4,18 +4,16 @@ import copy
 import dataclasses
 import inspect
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import megatron_tiny as tiny
 from support.hooked import hooked
 
 import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.integrations.megatron import apply, layers, plain_initialization
+from olmo_lns.integrations.megatron import apply, plain_initialization
 
 
 def test_mtp_layers_continue_the_numbers_of_the_blocks():
@@ -101,18 +99,6 @@ def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
         apply(type("DistributedDataParallel", (torch.nn.Sequential,), {})(stock))
 
 
-@pytest.mark.parametrize(("keep", "std"), [(False, 0.02), (True, 0.02 / 8**0.5)])
-def test_the_output_projections_are_initialized_as_asked(keep, std):
-    """As in Megatron Bridge, ``init_method`` is set only after ``apply``; a copy of the config keeps the settings."""
-    cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
-    finished, cfg.init_method = cfg.init_method, None
-    apply(cfg, keep_scaled_init=keep)
-    cfg.init_method = finished
-    layer = tiny.build(copy.deepcopy(cfg)).decoder.layers[0]
-    for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
-        assert weight.std().item() == pytest.approx(std, rel=0.05)
-
-
 def test_measuring_draws_no_number_and_works_on_the_meta_device():
     plain = tiny.config()
     plain.output_layer_init_method = plain.init_method
@@ -133,10 +119,6 @@ def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys)
         assert tiny.scaled_norms(model) == []
         assert model.decoder.layers[3].mlp.linear_fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert "measured: initialization" in capsys.readouterr().out
-    unfinished = SimpleNamespace(init_method=None, output_layer_init_method=None, init_method_std=0.03)
-    plain_initialization(unfinished)
-    unfinished.output_layer_init_method(weight := torch.empty(64, 64))
-    assert float(weight.std()) == pytest.approx(0.03, rel=0.1)
     for action in (
         lambda: apply(cfg, keep_scaled_init=True),
         lambda: plain_initialization(tiny.under(keep_scaled_init=True)),
@@ -145,32 +127,15 @@ def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys)
             action()
 
 
-def test_weights_drawn_otherwise_than_asked_are_refused_and_a_failed_apply_leaves_the_model_as_it_was():
-    model = tiny.build(tiny.config(hidden_size=64))
-    with pytest.raises(MeasurementError, match="linear_proj.weight: found weights drawn"):
-        layers.check_initialization(model, SimpleNamespace(output_layer_init_method=model.config.init_method))
-    del model.decoder.layers[1].mlp.linear_fc2
-    with pytest.raises(MeasurementError, match="block 2: found no linear_proj or linear_fc2 in its mlp"):
-        layers.check_initialization(model, model.config)
-    spoiled = tiny.build(tiny.config())
-    spoiled.decoder.layers[2].pre_mlp_layernorm = Restless(tiny.HIDDEN)
-    with pytest.raises(MeasurementError, match="block 3, ff"):
-        apply(spoiled)
-    assert not list(sites.sites(spoiled)) and not tiny.scaled_norms(spoiled)
-
-
-class Restless(torch.nn.RMSNorm):
-    """A norm that never gives the same twice."""
-
-    def forward(self, x):
-        return super().forward(x) * torch.rand(())
-
-
-def test_numbers_that_are_local_to_a_stage_are_refused():
-    model = tiny.build(tiny.config())
-    model.pre_process = False
-    with pytest.raises(MeasurementError, match="numbered globally"):
-        apply(model)
+def test_an_init_method_that_is_set_after_apply_draws_the_output_projections():
+    """As in Megatron Bridge. A copy of the config keeps the settings."""
+    cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
+    finished, cfg.init_method = cfg.init_method, None
+    apply(cfg)
+    cfg.init_method = finished
+    layer = tiny.build(copy.deepcopy(cfg)).decoder.layers[0]
+    for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -192,21 +157,11 @@ def test_a_setting_that_lns_does_not_support_is_refused(name, value):
             refuses(cfg)
 
 
-def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
-    from megatron.core.transformer.identity_op import IdentityOp
+class Restless(torch.nn.RMSNorm):
+    """A norm that never gives the same twice."""
 
-    spec = copy.deepcopy(tiny.local_spec(cfg := tiny.under()))
-    spec.submodules.pre_mlp_layernorm = IdentityOp
-    with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its mlp \(none"):
-        tiny.build(cfg, spec)
-    model = tiny.build(tiny.config())
-    layer = model.decoder.layers[0]
-    for name in ("cross_attention", "post_mlp_layernorm", "mlp.linear_fc2.post_layernorm"):
-        holder, _, last = name.rpartition(".")
-        layer.get_submodule(holder).add_module(last, torch.nn.LayerNorm(tiny.HIDDEN))
-        with pytest.raises(LNSConfigError, match=f"TransformerLayer 1 has {name}, expected attention and MLP"):
-            apply(model)
-        delattr(layer.get_submodule(holder), last)
+    def forward(self, x):
+        return super().forward(x) * torch.rand(())
 
 
 class Doubled(torch.nn.Identity):
@@ -214,15 +169,32 @@ class Doubled(torch.nn.Identity):
         return 2 * x
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Identity, Doubled])
-def test_an_identity_behind_a_sub_layer_is_no_third_norm_and_another_class_is(kind):
+def norm(kind=torch.nn.LayerNorm):
+    return kind(tiny.HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "message"),
+    [
+        ("pre_mlp_layernorm", torch.nn.Identity(), r"TransformerLayer 3 has 0 norms in front of its mlp \(none"),
+        ("pre_mlp_layernorm", norm(Restless), "block 3, ff"),
+        ("cross_attention", norm(), "has cross_attention, expected attention and MLP"),
+        ("post_mlp_layernorm", norm(), "has post_mlp_layernorm, expected attention and MLP"),
+        ("post_mlp_layernorm", Doubled(), "has post_mlp_layernorm"),
+        ("post_mlp_layernorm", torch.nn.Identity(), ""),
+        ("mlp.linear_fc2.post_layernorm", norm(), "has mlp.linear_fc2.post_layernorm"),
+    ],
+)
+def test_a_layer_that_is_not_two_norms_attention_and_mlp_is_refused_and_left_as_it_was(place, part, message):
     model = tiny.build(tiny.config())
-    model.decoder.layers[0].post_mlp_layernorm = kind()
-    if kind is Doubled:
-        with pytest.raises(LNSConfigError, match="has post_mlp_layernorm"):
-            apply(model)
-    else:
+    holder, _, name = place.rpartition(".")
+    setattr(model.decoder.layers[2].get_submodule(holder), name, part)
+    if not message:  # what does nothing is no third norm
         assert apply(model) == 2 * tiny.LAYERS
+        return
+    with pytest.raises((LNSConfigError, MeasurementError), match=message):
+        apply(model)
+    assert not list(sites.sites(model)) and not tiny.scaled_norms(model)
 
 
 class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
@@ -244,25 +216,6 @@ def test_of_a_norm_that_also_returns_the_residual_the_output_alone_is_scaled(kin
     y, residual = norm(x := torch.randn(2, tiny.HIDDEN))
     assert residual is x
     torch.testing.assert_close(y, 0.5 * kind(*how)(x)[0])
-
-
-def test_the_output_of_megatrons_wrapper_of_apex_is_multiplied(monkeypatch):
-    from megatron.core.fusions import fused_layer_norm
-
-    class InPython:
-        def forward(x, weight, bias, shape, eps, memory_efficient=False):
-            return F.layer_norm(x, shape, weight, bias, eps)
-
-        apply = staticmethod(forward)
-
-    monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
-    monkeypatch.setattr(fused_layer_norm, "FusedLayerNormAffineFunction", InPython, raising=False)
-    cfg = tiny.under(init_method_std=0.2, normalization="LayerNorm", persist_layer_norm=False)
-    layer = tiny.local_spec(cfg)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = fused_layer_norm.FusedLayerNorm
-    model = tiny.perturb(tiny.build(cfg, layer))
-    assert {norm.lns_way for norm in tiny.scaled_norms(model)} == {"outputs multiplied"}
-    tiny.assert_equation(model, normalization="LayerNorm")
 
 
 def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from olmo.config import ActivationCheckpointingStrategy, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import OLMo, OLMoSequentialBlock
+from olmo.model import OLMo
 from olmo.optim import get_param_groups
 from support.olmo_models import build, model_config, tokens
 from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
@@ -73,19 +73,9 @@ def test_a_scheme_adds_only_its_own_keys_and_starts_and_never_decays_them(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_activation_checkpointing_strategy_gives_the_same_gradients(name):
-    model, ids = build(layer_norm_type=f"{name}_rms").train(), tokens()
-    expected = gradients(model, ids)
-    for strategy in ActivationCheckpointingStrategy:
-        model.set_activation_checkpointing(strategy)
-        found = gradients(model, ids)
-        assert all(torch.equal(found[key], expected[key]) for key in expected), strategy
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cache_and_block_groups_give_the_same_logits(name):
-    model, ids = build(layer_norm_type=f"{name}_rms"), tokens(1, 6)
-    full = model(ids).logits
+def test_checkpointing_a_cache_and_block_groups_change_nothing(name):
+    model, ids = build(layer_norm_type=f"{name}_rms"), tokens(2, 6)
+    full, expected = model(ids).logits, gradients(model, ids)
     first = model(ids[:, :4], use_cache=True)
     rest = model(ids[:, 4:], past_key_values=first.attn_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=2e-5)
@@ -94,6 +84,10 @@ def test_a_cache_and_block_groups_give_the_same_logits(name):
         for one, other in zip(grouped.parameters(), model.parameters(), strict=True):
             one.copy_(other)
     assert torch.equal(grouped(ids).logits, full)
+    for strategy in ActivationCheckpointingStrategy:
+        model.train().set_activation_checkpointing(strategy)
+        found = gradients(model, ids)
+        assert all(torch.equal(found[key], expected[key]) for key in expected), strategy
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
@@ -215,36 +209,8 @@ def test_the_start_up_line_says_what_was_built_and_measured(caplog, monkeypatch,
     assert [record.getMessage() for record in caplog.records if " on: " in record.getMessage()] == [line]
 
 
-@pytest.mark.parametrize("base", ["rms", "default", "low_precision"])
-@pytest.mark.parametrize(("dtype", "autocast"), [("float32", True), ("bfloat16", True), ("float32", False)])
-def test_grouped_norms_have_the_dtype_of_olmos_norms(base, dtype, autocast):
-    x = torch.ones(2, 9, model_config().d_model, dtype=getattr(torch, dtype))
-
-    def found(kind):
-        model = build(layer_norm_type=kind, include_bias=True, bias_for_layer_norm=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            return model.transformer.blocks[1].attn_norm(x).dtype
-
-    assert found(f"groupln_{base}:groups=4") == found(base)
-
-
 def test_a_group_norm_that_was_replaced_is_found():
     model = build(layer_norm_type="groupln_rms:groups=4")
     model.transformer.blocks[1].attn_norm = build(layer_norm_type="rms").transformer.blocks[1].attn_norm
     with pytest.raises(MeasurementError, match="found groups=1, expected 4"):
         sites.read_back(model)
-
-
-def test_the_block_that_runs_is_measured_and_not_the_builders():
-    class Parallel(OLMoSequentialBlock):
-        def forward(self, x, attention_bias=None, **kwargs):
-            attn, cache = self.attention(
-                *self.att_proj(self.attn_norm(x)).split(self.fused_dims, dim=-1), attention_bias
-            )
-            return x + attn + self.ff_out(self.act(self.ff_proj(self.ff_norm(x)))), cache
-
-    block = build(layer_norm_type="rms").transformer.blocks[0]
-    blocks.measure(block, "block 1", keeps_forward=False)
-    block.__class__ = Parallel
-    with pytest.raises(MeasurementError, match="between OLMo's own forward"):
-        blocks.measure(block, "block 1", keeps_forward=False)

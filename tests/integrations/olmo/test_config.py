@@ -6,12 +6,9 @@ import pickle
 import pytest
 from olmo.config import LayerNormType, ModelConfig, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import OLMo
 from omegaconf import OmegaConf
 from support import forked
-from support.olmo_models import model_config
 
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
 
 register()
@@ -46,14 +43,11 @@ def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, o
     assert config.model.layer_norm_type is LayerNormType[resolved] is LayerNormType(resolved)
     asked = override or named or "default"
     assert caplog.text.count("layer_norm_type=") == (asked not in ("rms", "default", resolved))
+    model = ModelConfig.load(tmp_path / "config.yaml", override and [f"layer_norm_type={override}"], key="model")
+    assert model.layer_norm_type is LayerNormType[resolved]
     config.save(tmp_path / "saved.yaml")
     assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
     assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
-
-
-def test_a_model_config_loaded_by_key_keeps_the_base_norm_of_its_file(tmp_path):
-    model = ModelConfig.load(write(tmp_path, "rms"), ["layer_norm_type=lns"], key="model")
-    assert model.layer_norm_type is LayerNormType.lns_rms
 
 
 @pytest.mark.parametrize(
@@ -103,19 +97,3 @@ def test_a_saved_config_loads_in_a_new_process_and_is_refused_by_stock_olmo(tmp_
             assert done.stdout == f"True {init_fn}\n"
         else:
             assert f"Invalid value '{init_fn if kind == 'rms' else kind}', expected one of" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "kind", "message"),
-    [
-        ("SCHEME", "lns:exponent=0.25", "lns_rms", "SCHEME is unknown .did you mean 'layer_norm_type=lns:exponent"),
-        ("INITIALIZATION", "scaled", "rms", "expected one of plain, upstream; .* init_fn: normal_scaled or"),
-    ],
-)
-def test_a_wrong_variable_is_refused_where_it_affects_the_model(monkeypatch, name, value, kind, message):
-    """``OLMO_LNS_INITIALIZATION`` affects stock models too; an unknown one does not."""
-    monkeypatch.setenv(f"OLMO_LNS_{name}", value)
-    if name == "SCHEME":
-        OLMo(model_config(layer_norm_type="rms"))
-    with pytest.raises(LNSConfigError, match=message):
-        OLMo(model_config(layer_norm_type=kind))

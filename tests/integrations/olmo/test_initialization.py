@@ -66,11 +66,20 @@ def test_a_draw_that_is_wrong_in_every_matrix_is_found(monkeypatch, init_fn):
         OLMo(model_config(layer_norm_type="lns_rms", init_fn=init_fn, d_model=D))
 
 
-@pytest.mark.parametrize("asked", ["plain", "upstream"])
-def test_our_init_fn_beside_a_variable_that_contradicts_it_is_refused(monkeypatch, asked):
+@pytest.mark.parametrize(
+    ("changes", "asked", "message"),
+    [
+        ({"init_fn": "normal_scaled"}, "plain", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=plain contradict"),
+        ({"init_fn": "normal_scaled"}, "upstream", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=upstream contra"),
+        ({}, "scaled", "expected one of plain, upstream; .* init_fn: normal_scaled or"),
+    ],
+)
+def test_a_variable_that_is_wrong_or_contradicts_the_config_is_refused_for_stock_models_too(
+    monkeypatch, changes, asked, message
+):
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
-    with pytest.raises(LNSConfigError, match=f"init_fn normal_scaled and OLMO_LNS_INITIALIZATION={asked} contradict"):
-        OLMo(model_config(layer_norm_type="rms", init_fn="normal_scaled"))
+    with pytest.raises(LNSConfigError, match=message):
+        OLMo(model_config(layer_norm_type="rms", **changes))
 
 
 def test_settings_that_contradict_plain_initialization_are_refused(monkeypatch):

@@ -93,16 +93,9 @@ def test_a_folder_without_config_is_refused_under_a_scheme_and_loaded_under_pre_
         assert trainer.loaded
 
 
-class _Mark:
-    """As development versions wrote it."""
-
-    def __reduce__(self):
-        return needs_olmo_lns, ("lns:exponent=0.5 over rms", None)
-
-
 def test_the_mark_of_a_development_version_in_a_trainers_state_is_read(tmp_path):
     """Its pickle holds the function's name for good."""
-    path = tmp_path / "train.pt"
-    torch.save({"global_step": 3, "trained under a scheme of olmo-lns": _Mark()}, path)
+    mark = type("Mark", (), {"__reduce__": lambda self: (needs_olmo_lns, ("lns:exponent=0.5 over rms", None))})
+    torch.save({"global_step": 3, "trained under a scheme of olmo-lns": mark()}, path := tmp_path / "train.pt")
     assert b"olmo_lns.integrations.olmo.state\nneeds_olmo_lns" in path.read_bytes()
     assert torch.load(path, weights_only=True)["global_step"] == 3

@@ -3,18 +3,16 @@
 import copy
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 from olmo_core.nn.transformer import TransformerConfig
+from support import launch
 from support import olmo_core_models as small
 
-import olmo_lns.olmo_core
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import BlockConfig, apply
 
@@ -51,34 +49,30 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("block", "fields", "message"),
     [
-        ({"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
-        ({"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
-        ({"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
+        ("default", {"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
+        ("default", {"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
+        ("default", {"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
         (
+            "default",
             {"scheme": "branchln_depth"},
-            "scheme=branchln_depth does more than multiply the norms of block.name=default. .* such as lns,",
+            "does more than multiply the norms of block.name=default. .* as lns,",
         ),
+        ("reordered_norm", {"scheme": "lns"}, "such as branchln_depth .not the method of the"),
+        ("peri_norm", {"scheme": "lns"}, "peri_norm does not support schemes"),
+        ("default_scaled", {"scheme": "lns"}, "default_scaled does not support schemes"),
+        ("normalized", {"scheme": "lns"}, "normalized does not support schemes"),
     ],
 )
-def test_a_block_config_that_cannot_be_built_is_refused(fields, message):
-    with pytest.raises(LNSConfigError, match=message):
-        apply(small.config(), **fields)
-    made = small.config()
-    with pytest.raises(Exception, match=message):
-        made.block = BlockConfig(**{k: v for k, v in vars(made.block).items()}, **fields)
-        made.build(init_device="meta")
-
-
-@pytest.mark.parametrize("block", ["reordered_norm", "peri_norm", "default_scaled", "normalized"])
-def test_lns_is_refused_on_other_kinds_of_blocks_by_their_name(block):
+def test_a_block_config_that_cannot_be_built_is_refused(block, fields, message):
     made = small.config()
     made.block.name = type(made.block.name)(block)
-    post = "such as branchln_depth .not the method of the"
-    message = post if block == "reordered_norm" else f"{block} does not support schemes"
     with pytest.raises(LNSConfigError, match=message):
-        apply(made)
+        apply(copy.deepcopy(made), **fields)
+    with pytest.raises(Exception, match=message):
+        made.block = BlockConfig(**vars(made.block), **fields)
+        made.build(init_device="meta")
 
 
 def test_apply_changes_a_model_config_or_its_holder_in_place():
@@ -130,32 +124,25 @@ _LOAD = """
 import json, sys
 from olmo_lns import hook
 from olmo_core.train.checkpoint import Checkpointer
-before = hook.autoload_active(), hook.is_wrapped(Checkpointer.load)
+before = hook and (hook.autoload_active(), hook.is_wrapped(Checkpointer.load))
 from olmo_core.nn.transformer import TransformerConfig
 config = TransformerConfig.from_dict(json.load(open(sys.argv[1])))
 print(*before, hook.is_wrapped(Checkpointer.load), type(config.block).__name__, config.block.scheme, config.block.exponent)
-"""
-_WITHOUT = """
-import json, sys
-sys.modules["olmo_lns"] = None
-from olmo_core.nn.transformer import TransformerConfig
-TransformerConfig.from_dict(json.load(open(sys.argv[1])))
 """
 
 
 def test_a_json_config_loads_in_another_process_without_the_start_up_hook_and_fails_without_the_package(tmp_path):
     """Naming the class wraps the checkpointer's load."""
     made = apply(small.config(), exponent=0.25)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(made.as_config_dict()))
+    (path := tmp_path / "config.json").write_text(json.dumps(made.as_config_dict()))
     assert TransformerConfig.from_dict(json.loads(path.read_text())) == made
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(olmo_lns.__file__).parents[1]), *packages])}
-    command = [sys.executable, "-S", "-c", _LOAD, path]
-    there = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert there.stdout.split() == ["False", "False", "True", "BlockConfig", "lns", "0.25"], there.stderr
-    without = subprocess.run([sys.executable, "-c", _WITHOUT, path], capture_output=True, text=True)
-    assert without.returncode and "olmo_lns" in without.stderr
+    env = launch.environment(PYTHONPATH=os.pathsep.join([str(launch.REPOSITORY), *packages]))
+    there = launch.run([sys.executable, "-S", "-c", _LOAD, path], cwd=tmp_path, env=env)
+    assert there.last_line() == "False False True BlockConfig lns 0.25", there.text
+    gone = _LOAD.replace("from olmo_lns import hook", "sys.modules['olmo_lns'] = hook = None")
+    without = launch.run([sys.executable, "-c", gone, path], cwd=tmp_path)
+    assert without.code and "olmo_lns" in without.last_line()
 
 
 def test_a_config_with_a_scheme_is_refused_when_the_plugin_is_disabled(monkeypatch):

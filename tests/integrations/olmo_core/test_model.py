@@ -20,15 +20,11 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import apply
 
 
-@pytest.fixture(autouse=True)
-def experts(monkeypatch):
-    monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
-
-
 @pytest.mark.parametrize(
     ("block", "method"), list(zip(small.SCHEMES, itertools.cycle(["normal", "fan_in"]), strict=False))
 )
-def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block, method):
+def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block, method, monkeypatch):
+    monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
     made = small.config(block)
     made.init_method = type(made.init_method)(method)
     stock, scaled = small.model(made, seed=None), small.model(small.with_scheme(made), seed=None)
@@ -49,6 +45,7 @@ def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog)
         small.model(apply(copy.deepcopy(made)))
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
         kept = small.model(apply(copy.deepcopy(made), initialization="upstream"), seed=None)
+    assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: output, gradient, block" in caplog.text
     assert "scaled initialization as upstream" in caplog.text
     stock = small.model(made, seed=None)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))
@@ -67,20 +64,19 @@ def _gradients(built):
     return {name.replace("_checkpoint_wrapped_module.", ""): p.grad.clone() for name, p in built.named_parameters()}
 
 
-_MODES = [
-    (Mode.full, {}),
-    (Mode.selected_blocks, {"block_interval": 2}),
-    (Mode.selected_modules, {"modules": ["blocks.*.feed_forward_norm", "blocks.*.attention"]}),
-    (Mode.selected_ops, {}),
-]
-
-
-@pytest.mark.parametrize(("mode", "arguments"), _MODES)
+@pytest.mark.parametrize(
+    ("mode", "arguments"),
+    [
+        (Mode.full, {}),
+        (Mode.selected_blocks, {"block_interval": 2}),
+        (Mode.selected_modules, {"modules": ["blocks.*.feed_forward_norm", "blocks.*.attention"]}),
+        (Mode.selected_ops, {}),
+    ],
+)
 @pytest.mark.parametrize("block", ["default", "reordered_norm"])
 def test_activation_checkpointing_gives_the_same_gradients(mode, arguments, block):
     made = small.with_scheme(small.config(block))
-    expected = _gradients(small.model(made))
-    built = small.model(made)
+    expected, built = _gradients(small.model(made)), small.model(made)
     built.apply_activation_checkpointing(mode, **arguments)
     found = _gradients(built)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -110,9 +106,3 @@ def test_a_compiled_model_gives_the_same_gradients(norm, checkpointed):
     assert checkpointed or torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_start_up_line_says_what_was_measured(caplog):
-    with caplog.at_level(logging.INFO, logger="olmo_lns"):
-        apply(small.config(qk_norm=True, n_kv_heads=2)).build(init_device="meta")
-    assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: output, gradient, block" in caplog.text

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from support.families import FILE, families, forward, tiny
 from support.hooked import hooked
-from support.trace_families import FILE, families, forward, tiny
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSError

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, stock, trainer
+from support.transformers_models import hooked, inputs, same, stock, trainer
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
@@ -20,26 +20,15 @@ def losses(done):
     return [line["loss"] for line in done.state.log_history if "loss" in line]
 
 
-def by_hand(model):
-    """Do the same training in a plain loop, and return the losses."""
-    optimizer, found, data = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, eps=1e-8), [], rows()
-    model.train()
-    for step in range(STEPS):
-        ids = torch.stack([row["input_ids"] for row in data[2 * step : 2 * step + 2]])
-        logits = model(ids).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def test_trainer_equals_a_hand_written_loop_even_when_resumed(tmp_path):
+def test_a_trainer_trains_as_with_hooks_even_when_resumed(tmp_path):
     model = stock("llama")
-    expected = by_hand(hooked("llama", model))
-    done = trainer(apply(copy.deepcopy(model)), tmp_path)
-    done.train()
+    reference, done = (
+        trainer(hooked("llama", model), tmp_path / "hooks"),
+        trainer(apply(copy.deepcopy(model)), tmp_path),
+    )
+    for each in (reference, done):
+        each.train()
+    expected = losses(reference)
     assert losses(done) == pytest.approx(expected, rel=1e-4)
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
     assert type(fresh).__name__ == "LNSLlamaForCausalLM"
