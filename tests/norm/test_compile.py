@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import norm_reference as reference
-from support import tex
+from support import olmo_models, tex
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from olmo_lns import lns_scale
@@ -48,3 +48,29 @@ def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backen
     assert 1 <= counter.frame_count <= 2  # one for the first float, one for any float
     for got, want in zip(compiled, eager, strict=True):
         assert reference.relative_error(got, want) < (2e-2 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "affine"), [("lns_rms", True), ("lns_default", False)])
+@pytest.mark.slow
+def test_compiled_blocks_work_under_activation_checkpointing(kind, affine):
+    """With the layer's float in the graph, the recomputation would run another graph: torch's CheckpointError."""
+    from olmo.config import ActivationCheckpointingStrategy
+
+    def run():
+        model.zero_grad()
+        model(olmo_models.tokens()).logits.square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    with tex.installed():
+        torch._dynamo.reset()
+        model = olmo_models.build(layer_norm_type=kind)
+        if not affine:
+            for norm in (m for m in model.modules() if hasattr(m, "lns_backend")):
+                norm.weight = norm.bias = None
+        expected = run()
+        model.set_activation_checkpointing(ActivationCheckpointingStrategy.whole_layer)
+        for block in model.transformer.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        found = run()
+    for got, want in zip(found, expected, strict=True):
+        assert reference.relative_error(got, want) < 1e-4
