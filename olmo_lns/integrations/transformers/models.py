@@ -12,8 +12,10 @@ import functools
 import importlib
 import math
 import sys
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -181,8 +183,11 @@ def measure(
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
-    example = usual_example(model) if example is None else example
-    found = anything.locate(model, anything.forward(model, example), blocks)
+    example, text = usual_example(model) if example is None else example, model.config.get_text_config()
+    # A second run of a block would extend the key-value cache of the first.
+    cached = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
+    with cached:
+        found = anything.locate(model, anything.forward(model, example), blocks)
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(

@@ -30,6 +30,14 @@ def test_outputs_and_gradients_equal_those_of_hooks_and_a_folded_model_is_stock(
         fold(model)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_an_example_may_leave_the_cache_on(attention):
+    model = stock("llama", attn_implementation=attention)
+    assert model.config.use_cache
+    apply(model, example=torch.randint(8, (2, 6)))
+    assert model.config.use_cache and str(sites.read_back(model)) == "lns"
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
