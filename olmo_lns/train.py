@@ -210,7 +210,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.load(found, [clean_opt(text) for text in overrides])
     except (OLMoConfigurationError, AttributeError, TypeError) as error:  # some keys are read before they are checked
-        raise LNSConfigError(f"{path}: not an OLMo training config: {one_line(error)}") from error
+        raise LNSConfigError(f"{path}: OLMo cannot load it: {one_line(error)}") from error
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:

@@ -65,7 +65,7 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
         ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "LNS_TEST_DATA"),
         ("--run_name=null", "run_name is not set"),
         ("", "holds a run already: --try_load_latest_save continues it"),
-        ("megatron/60M-lns", "not an OLMo training config"),
+        ("megatron/60M-lns", "OLMo cannot load it"),
     ],
 )
 def test_a_wrong_setting_gives_a_one_line_error(override, expected, tmp_path, uninterrupted, monkeypatch, capsys):
