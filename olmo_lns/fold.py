@@ -48,35 +48,37 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
     norms = {name: module for name, module in model.named_modules() if "lns_scale" in vars(module)}
     bare = [norm for norm in norms.values() if not list(norm.parameters(recurse=False))]
     readers = _readers(model, bare, run) if bare else {}
-    new: dict[nn.Parameter, torch.Tensor] = {}
+    folded_values: dict[nn.Parameter, torch.Tensor] = {}
     for name, norm in norms.items():
         folded = {module.weight: multiplied(module.weight, norm.lns_scale, dtype) for module in readers.get(norm, ())}
         for parameter, value in (folded or _folded(name, norm, dtype)).items():
-            if parameter in new:
+            if parameter in folded_values:
                 raise LNSConfigError(f"{name}: two sub-layers share this weight, which can hold one factor only.")
-            new[parameter] = value
-    for parameter, value in new.items():
+            folded_values[parameter] = value
+    for parameter, value in folded_values.items():
         parameter.data = value
     sites.restore(model)
 
 
 def _folded(name: str, norm: Any, dtype: torch.dtype | None) -> dict[nn.Parameter, torch.Tensor]:
     """Return the new gain and bias of a norm, measured in fp64."""
-    factor, own = norm.lns_scale, dict(norm.named_parameters(recurse=False))
+    factor, parameters = norm.lns_scale, dict(norm.named_parameters(recurse=False))
     if factor == 1.0:
         return {}
     stock = copy.deepcopy(norm)
     sites.restore(stock)
     stock.double()
     for centre in (0.0, 1.0):
-        shifts = {key: 0.0 if "bias" in key else centre for key in own}
-        wide = {key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in own.items()}
-        gain = next(iter(own.values()))
+        shifts = {key: 0.0 if "bias" in key else centre for key in parameters}
+        candidate = {
+            key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
+        }
+        gain = next(iter(parameters.values()))
         x = torch.randn((4, 1, gain.shape[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         expected = factor * stock(x.to(gain.device))
-        found = torch.func.functional_call(stock, wide, (x.to(gain.device),))
-        if float((found - expected).norm()) <= 1e-5 * float(expected.norm()):
-            return {own[key]: value.to(dtype or own[key].dtype) for key, value in wide.items()}
+        actual = torch.func.functional_call(stock, candidate, (x.to(gain.device),))
+        if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
+            return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
         f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
         "its former output. Expected a norm with a gain, zero-centred or not."
@@ -88,7 +90,7 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
 
     :raises LNSConfigError: another module reads the output, or a linear layer has an adapter.
     """
-    found: dict[Any, list[Any]] = {norm: [] for norm in norms}
+    readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def wrote(norm: Any, args: Any, output: torch.Tensor) -> None:
@@ -96,25 +98,25 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
 
     def read(module: nn.Module, args: Any) -> None:
         norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
-        if output is not None and output.numel() == args[0].numel() and module not in found[norm]:
-            found[norm].append(module)
+        if output is not None and output.numel() == args[0].numel() and module not in readers[norm]:
+            readers[norm].append(module)
 
     matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
     handles = [norm.register_forward_hook(wrote) for norm in norms]
     expected = _output(run, handles + [module.register_forward_pre_hook(read) for module in matrices])
-    readers = [module for each in found.values() for module in each]
+    all_readers = [module for each in readers.values() for module in each]
     adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
-    if adapters.intersection(readers):
+    if adapters.intersection(all_readers):
         raise LNSConfigError(
             "a factor goes into a projection with an adapter, which would not be multiplied. Merge adapters first "
             "(merge_and_unload())."
         )
     handles = [norm.register_forward_hook(lambda module, args, output: 2.0 * output) for norm in norms]
-    halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in readers]
+    halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in all_readers]
     difference = float((_output(run, handles + halved) - expected).abs().max())
-    if not all(found.values()) or difference > 1e-3 * float(expected.abs().max()):
+    if not all(readers.values()) or difference > 1e-3 * float(expected.abs().max()):
         raise LNSConfigError(f"{type(model).__name__}: not only projections read its norms, which have no weights.")
-    return found
+    return readers
 
 
 def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:

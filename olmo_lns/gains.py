@@ -37,13 +37,13 @@ def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
         not a vector, a zero-centred gain (1 + g cannot start from s), or a norm that has a factor already.
     """
     names = {_WRAPPERS.sub("", name): name for name, _ in model.named_parameters()}
-    found: dict[str, int] = {}
+    numbers_by_name: dict[str, int] = {}
     for pattern in patterns:
         if pattern.count("{}") != 1:
             raise ValueError(f"pattern {pattern!r}: expected one {{}} in place of the block's number")
         gains = _matches(pattern, names)
         numbers = sorted(gains.values())
-        expected = list(range(1, max([*found.values(), *numbers, 1]) + 1))
+        expected = list(range(1, max([*numbers_by_name.values(), *numbers, 1]) + 1))
         if numbers != expected:
             raise ValueError(
                 f"pattern {pattern!r}: expected one parameter in each of blocks 0 to {expected[-1] - 1}, "
@@ -54,16 +54,16 @@ def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
         biases = _matches(re.sub(r"weight$", "bias", pattern), names) if pattern.endswith("weight") else {}
         if biases and len(biases) != len(gains):
             raise ValueError(f"pattern {pattern!r}: {len(gains)} blocks, but {len(biases)} of them with a bias")
-        found |= gains | biases
-    if not found:
+        numbers_by_name |= gains | biases
+    if not numbers_by_name:
         raise ValueError("expected at least one pattern")
-    return found
+    return numbers_by_name
 
 
 def _matches(pattern: str, names: dict[str, str]) -> dict[str, int]:
     front, back = (re.escape(part) for part in pattern.split("{}"))
-    found = {own: re.fullmatch(rf"(?:.*\.)?{front}(\d+){back}", name) for name, own in names.items()}
-    return {own: int(match[1]) + 1 for own, match in found.items() if match}
+    matches = {own: re.fullmatch(rf"(?:.*\.)?{front}(\d+){back}", name) for name, own in names.items()}
+    return {own: int(match[1]) + 1 for own, match in matches.items() if match}
 
 
 @torch.no_grad()
@@ -75,14 +75,14 @@ def _check_gain(model: nn.Module, name: str) -> None:
         raise ValueError(f"{name}: expected a gain of one dimension, found shape {tuple(gain.shape)}")
     size = 2.0 if getattr(norm, "zero_centered_gamma", False) else 1.0
     if leaf == "weight":  # other gains are fused into a projection (Transformer Engine's) and cannot be called alone
-        like: dict[str, Any] = {"dtype": gain.dtype, "device": "cpu" if gain.is_meta else gain.device}
-        own = {key: torch.zeros(value.shape, **like) for key, value in norm.named_parameters()}
-        own[leaf] += 1
-        x = torch.linspace(-4, 4, gain.numel(), **like)[None]
-        size = torch.func.functional_call(norm, own, (x,)).float().pow(2).mean().sqrt().item()
+        options: dict[str, Any] = {"dtype": gain.dtype, "device": "cpu" if gain.is_meta else gain.device}
+        parameters = {key: torch.zeros(value.shape, **options) for key, value in norm.named_parameters()}
+        parameters[leaf] += 1
+        x = torch.linspace(-4, 4, gain.numel(), **options)[None]
+        size = torch.func.functional_call(norm, parameters, (x,)).float().pow(2).mean().sqrt().item()
     if abs(size - 1) > 0.05:
-        why = "a zero-centred gain, 1 + g, cannot start from s" if abs(size - 2) < 0.1 else "it has a factor already"
-        raise ValueError(f"{name} of {type(norm).__name__}: a gain of 1 gives an output of size {size:.3g}: {why}")
+        reason = "a zero-centred gain, 1 + g, cannot start from s" if abs(size - 2) < 0.1 else "it has a factor already"
+        raise ValueError(f"{name} of {type(norm).__name__}: a gain of 1 gives an output of size {size:.3g}: {reason}")
 
 
 @torch.no_grad()

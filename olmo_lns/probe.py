@@ -23,8 +23,8 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.response import Response, agree, check_drawn, drawn_std, first, response
 
 __all__ = [
+    "BlockSites",
     "Call",
-    "Found",
     "Response",
     "agree",
     "check_drawn",
@@ -55,8 +55,8 @@ class Call:
 
     @property
     def stream(self) -> torch.Tensor:
-        found: torch.Tensor = self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
-        return found
+        stream: torch.Tensor = self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+        return stream
 
     def on(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Run ``block`` on the stream ``x`` with the other arguments unchanged; return the stream after the block."""
@@ -73,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockSites:
     """The Pre-LN sites of a block.
 
     :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
@@ -112,8 +112,8 @@ def pre_ln_sites(
     *,
     where: str = "block 1",
     names: tuple[str, ...] | None = None,
-    like: Found | None = None,
-) -> Found:
+    like: BlockSites | None = None,
+) -> BlockSites:
     """Find the norms through which ``block`` reads its stream, by running a copy of the block.
 
     :param block: called as block(x, …); its weights may have any floating dtype, not on the meta device.
@@ -128,13 +128,14 @@ def pre_ln_sites(
     for a Llama.
     """
     problem: Exception | None = None
-    known, drawn = (names, None) if like is None else (like.names, like.twin)
+    expected, parameters_of = (names, None) if like is None else (like.names, like.twin)
     cancelled = None if like is None else like.cancelled
     for dtype in (torch.float32, torch.bfloat16):  # some kernels accept half precision only
         try:
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                return _Replay(twin(block, drawn).to(dtype), _cast(call, dtype), dtype).sites(known, cancelled)
+                replay = _Replay(twin(block, parameters_of).to(dtype), _cast(call, dtype), dtype)
+                return replay.sites(expected, cancelled)
         except _NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
@@ -156,19 +157,19 @@ def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
     if like is not None:
         pairs = zip(block.parameters(), like.parameters(), strict=True)
-        return copy.deepcopy(block, {id(own): drawn for own, drawn in pairs}).float().eval()
+        return copy.deepcopy(block, {id(original): weight for original, weight in pairs}).float().eval()
     copied = copy.deepcopy(block).float().eval()
     pool = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1), device="cpu")
     start = 0
     for parameter in copied.parameters():
         # A pool of prime length, so that rows differ; drawing 200 million numbers would take seconds.
         end = start + parameter.numel()
-        whole = pool if end <= len(pool) else pool.to(parameter.device).repeat(-(-end // len(pool)))
-        part = whole[start:end].to(parameter.device)
+        repeated = pool if end <= len(pool) else pool.to(parameter.device).repeat(-(-end // len(pool)))
+        drawn = repeated[start:end].to(parameter.device)
         start = (start + 7919) % len(pool)
-        drawn = part.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
-        wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
+        weight = drawn.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        parameter.data = (weight * scale if parameter.dim() > 1 else 1 + 0.2 * weight).to(parameter.device)
     return copied
 
 
@@ -202,26 +203,30 @@ class _Replay:
 
     def _norms(self) -> dict[str, nn.Module]:
         """Find the norms of the stream's shape that ran once, by their invariance to the size of the input."""
-        ran: dict[str, list[tuple[Any, Any, Any]]] = {}
-        named = ((name, module) for name, module in self.block.named_modules() if name)
-        # A norm may hold a dropout: a part without parameters.
-        leaves = {name: m for name, m in named if not any(list(c.parameters()) for c in m.children())}
+        calls_by_name: dict[str, list[tuple[Any, Any, Any]]] = {}
+        leaves = {}
+        for name, module in self.block.named_modules():
+            # A norm may hold a dropout: a child without parameters.
+            if name and not any(list(child.parameters()) for child in module.children()):
+                leaves[name] = module
 
         def note(name: str) -> _Hook:
-            return lambda module, args, kwargs, output: ran.setdefault(name, []).append((args, kwargs, output))
+            return lambda _, args, kwargs, output: calls_by_name.setdefault(name, []).append((args, kwargs, output))
 
-        with hooks(m.register_forward_hook(note(name), with_kwargs=True) for name, m in leaves.items()):
+        with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
             self.call.on(self.block, self.x)
-        found = {}
-        for name, calls in ran.items():
-            args, kwargs, output = calls[0]
-            if torch.is_tensor(first(output)) and torch.is_tensor(_input(args, kwargs)) and first(output).dim():
-                same = first(output).shape[-1] == self.x.shape[-1] and first(output).numel() == self.x.numel()
-                if same and _is_norm(leaves[name], args, kwargs):
-                    if len(calls) > 1:
-                        raise _NotPreLN(f"its norm {name} ran {len(calls)} times in one forward, expected once")
-                    found[name] = leaves[name]
-        return found
+        norms = {}
+        for name, own_calls in calls_by_name.items():
+            args, kwargs, output = own_calls[0]
+            y = first(output)
+            if not torch.is_tensor(y) or not torch.is_tensor(_input(args, kwargs)) or not y.dim():
+                continue
+            has_stream_shape = y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel()
+            if has_stream_shape and _is_norm(leaves[name], args, kwargs):
+                if len(own_calls) > 1:
+                    raise _NotPreLN(f"its norm {name} ran {len(own_calls)} times in one forward, expected once")
+                norms[name] = leaves[name]
+        return norms
 
     def run(
         self, x: torch.Tensor, names: Sequence[str], changes: Mapping[nn.Module, _Change] | None = None
@@ -250,16 +255,16 @@ class _Replay:
 
     def constant(self, names: Sequence[str]) -> bool:
         """Return true if, with these norms held, block(x) - x and each norm's input minus x do not depend on x."""
-        (one, inputs), (two, others) = self.run(self.x, names), self.run(self.other, names)
+        (moved, inputs), (other_moved, other_inputs) = self.run(self.x, names), self.run(self.other, names)
         scale = self.other.double().norm()
-        pairs = [(one, two), *zip(inputs, others, strict=True)]
+        pairs = [(moved, other_moved), *zip(inputs, other_inputs, strict=True)]
         return all(float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale) for a, b in pairs)
 
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
         """Return the change of the block's output for changed outputs of these modules, with the sites held."""
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _turned))[0] - self.rest
 
-    def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> Found:
+    def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> BlockSites:
         """Find the sites. :param known: expected names. :param cancelled: cancelled norms of a block built alike."""
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
@@ -276,7 +281,7 @@ class _Replay:
         self._check(" and ".join(self.names))
         if cancelled is None:
             cancelled = tuple(filter(self._is_cancelled, self.names))
-        return Found(self.names, cancelled, self.block)
+        return BlockSites(self.names, cancelled, self.block)
 
     def _check(self, words: str) -> None:
         """Check the sites. :raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
@@ -311,25 +316,25 @@ class _Replay:
 
         :param alone: effect of each site.
         """
-        units = [self.norms[name] for name in self.names]
-        if len(units) == 1:
-            units = self._readers(self.names[0])
-            alone = [self.effect(unit) for unit in units]
-        branch = list(range(len(units)))
-        for i, j in itertools.combinations(range(len(units)), 2):
-            together = self.effect(units[i], units[j]) - alone[i] - alone[j]
+        modules = [self.norms[name] for name in self.names]
+        if len(modules) == 1:
+            modules = self._readers(self.names[0])
+            alone = [self.effect(unit) for unit in modules]
+        branch = list(range(len(modules)))
+        for i, j in itertools.combinations(range(len(modules)), 2):
+            together = self.effect(modules[i], modules[j]) - alone[i] - alone[j]
             if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
                 branch = [branch[i] if of == branch[j] else of for of in branch]
         return len(set(branch))
 
     def _readers(self, name: str) -> list[nn.Module]:
         """Return the children of the block that read the norm's output."""
-        value = self.held[name]
+        norm_output = self.held[name]
         readers: dict[nn.Module, None] = {}
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.numel() == value.numel()]
-            if any(torch.equal(t.reshape(value.shape), value) for t in tensors):
+            tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.numel() == norm_output.numel()]
+            if any(torch.equal(t.reshape(norm_output.shape), norm_output) for t in tensors):
                 readers[module] = None
 
         children = [child for child in self.block.children() if child is not self.norms[name]]
@@ -359,15 +364,15 @@ def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return true for a norm: 64 and 128 times an input give the same output, another input another output."""
-    like = _input(args, kwargs)
-    if not like.is_floating_point():
+    example = _input(args, kwargs)
+    if not example.is_floating_point():
         return False
 
-    def give(value: torch.Tensor) -> torch.Tensor:
-        given = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
-        return torch.as_tensor(first(module(*given[0], **given[1]))).double()
+    def run(value: torch.Tensor) -> torch.Tensor:
+        arguments = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
+        return torch.as_tensor(first(module(*arguments[0], **arguments[1]))).double()
 
-    x, y = torch.randn((2, *like.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(like)
-    small, large, other = give(64.0 * x), give(128.0 * x), give(64.0 * y)
+    x, another = torch.randn((2, *example.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(example)
+    small, large, other = run(64.0 * x), run(128.0 * x), run(64.0 * another)
     size = float(small.norm())
     return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size

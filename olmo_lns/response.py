@@ -31,15 +31,17 @@ class Response:
         """Return the first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         for name in ("output", "gradient"):
-            wanted, found = getattr(before, name), getattr(self, name)
-            if wanted is None:
+            expected, actual = getattr(before, name), getattr(self, name)
+            if expected is None:
                 continue
-            if found.shape != wanted.shape:
-                return f"{name} of shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
-            for own, given in zip(wanted.split(2), found.split(2), strict=True):  # each kind of rows by itself
-                size = float(own.norm())
-                if not float((given - factor * own).norm()) <= tolerance * abs(factor) * size:  # also true for NaN
-                    ratio = float((given * own).sum()) / size**2 if size else math.nan
+            if actual.shape != expected.shape:
+                return f"{name} of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+            # Ordinary rows, small rows and rows with a massive channel, each pair by itself.
+            for expected_rows, actual_rows in zip(expected.split(2), actual.split(2), strict=True):
+                size = float(expected_rows.norm())
+                error = float((actual_rows - factor * expected_rows).norm())
+                if not error <= tolerance * abs(factor) * size:  # also true for NaN
+                    ratio = float((actual_rows * expected_rows).sum()) / size**2 if size else math.nan
                     return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
         return ""
 
@@ -57,20 +59,20 @@ def response(module: nn.Module, width: int) -> Response:
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(4)
-    own = {
+    values = {
         # ds_shape: the full shape of a weight that DeepSpeed has partitioned
         name: (1 + 0.25 * torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, device="cpu")).to(
             device, p.dtype
         )
         for name, p in parameters.items()
     }
-    own |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
+    values |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
     with torch.enable_grad():
         x = torch.randn((6, 3, width), generator=generator, device="cpu")
         x[2:4] *= 1e-3
         x[4:, :, 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
         x = x.to(device, dtype).requires_grad_()
-        output = first(torch.func.functional_call(module, own, (x,)))
+        output = first(torch.func.functional_call(module, values, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
     return Response(output.detach().double(), gradient.double(), dtype)
@@ -95,13 +97,13 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
     """
     measured = False
     for name, weight in weights.items():
-        if (found := drawn_std(weight)) is None:
+        if (actual_std := drawn_std(weight)) is None:
             continue
         measured = True
-        if not 0.85 * std <= found <= 1.15 * std:
+        if not 0.85 * std <= actual_std <= 1.15 * std:
             raise MeasurementError(
-                f"{where}, {name}: found weights drawn with a standard deviation of {found:.4g}, expected {std:.4g}. "
-                "This upstream version does not initialize its output projections as requested. "
+                f"{where}, {name}: found weights drawn with a standard deviation of {actual_std:.4g}, expected "
+                f"{std:.4g}. This upstream version does not initialize its output projections as requested. "
                 "OLMO_LNS_DISABLE=1 runs without a scheme."
             )
     return measured
@@ -119,7 +121,7 @@ def agree(problem: str) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    if found := {text: rank for rank, text in enumerate(problems) if text}:
+    if ranks := {text: rank for rank, text in enumerate(problems) if text}:
         raise MeasurementError(
-            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(found.items(), key=lambda p: p[1]))
+            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(ranks.items(), key=lambda p: p[1]))
         )

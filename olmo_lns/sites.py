@@ -50,17 +50,17 @@ class Site:
         return f"block {self.layer_number}, {self.sub_layer}"
 
 
-def attach(module: Any, *found: Site) -> None:
+def attach(module: Any, *new_sites: Site) -> None:
     """Store on ``module`` the sites whose plans it computes.
 
     :raises LNSConfigError: the module has a scheme already.
     """
-    if present := _own(module):
+    if present_sites := _own(module):
         raise LNSConfigError(
-            f"{type(module).__name__} of block {present[0].layer_number} has scheme {present[0].scheme} already: "
-            "a block gets its scheme once, when it is built."
+            f"{type(module).__name__} of {present_sites[0]} has scheme {present_sites[0].scheme} already: a block gets "
+            "its scheme once, when it is built."
         )
-    module.lns_sites = found
+    module.lns_sites = new_sites
 
 
 def _own(module: Any) -> tuple[Site, ...]:
@@ -80,13 +80,13 @@ def read_back(model: Any) -> Scheme:
 
     :raises MeasurementError: two schemes in one model, or a module that does not compute its plan.
     """
-    found = list(sites(model))
-    if not found:
+    placed = list(sites(model))
+    if not placed:
         return PRE_LN
-    schemes = {site.scheme for _, _, site in found}
+    schemes = {site.scheme for _, _, site in placed}
     if len(schemes) > 1:
         raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
-    for name, module, site in found:
+    for name, module, site in placed:
         computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
         if computed != site.plan:
             differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
@@ -95,7 +95,7 @@ def read_back(model: Any) -> Scheme:
                 f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. The module or "
                 "its forward was replaced after the block was built; apply the scheme after the replacement."
             )
-    return found[0][2].scheme
+    return placed[0][2].scheme
 
 
 def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
@@ -106,11 +106,11 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
-    found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
-    if sorted(found) != sorted(expected) or read_back(model) != scheme:
+    actual = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
+    if sorted(actual) != sorted(expected) or read_back(model) != scheme:
         raise MeasurementError(
-            f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(found)} sub-layers "
-            f"{found}, expected {expected}. This framework builds its blocks in an unknown way: report it, or run "
+            f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(actual)} sub-layers "
+            f"{actual}, expected {expected}. This framework builds its blocks in an unknown way: report it, or run "
             "without a scheme."
         )
 
@@ -143,9 +143,9 @@ class Scaled(Derived):
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
-        own = vars(self).get("forward")
+        replaced = vars(self).get("forward")
         # accelerate's hooks keep the old forward; a Product applies the factor
-        if own is not None and not isinstance(own, Product) and "_old_forward" not in vars(self):
+        if replaced is not None and not isinstance(replaced, Product) and "_old_forward" not in vars(self):
             return self.lns_form
         factor: dict[str, Any] = {self.lns_field: self.lns_scale}
         return replace(self.lns_form, **factor)
@@ -240,26 +240,26 @@ def scale(
     respond = respond or functools.partial(probe.response, width=width)
     stock: Any = type(module)
     try:
-        before, problem = respond(module), ""
+        stock_response, problem = respond(module), ""
     except Exception as error:
         raise MeasurementError(
             f"{where} ({stock.__name__}): found a module that does not take rows of {width} channels "
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
-    keeps = getattr(folded, "lns_calls_forward", False)
-    plain = "forward" not in vars(module) and (keeps or (is_plain(stock) and _takes_as_much(stock, folded)))
+    calls_forward = getattr(folded, "lns_calls_forward", False)
+    plain = "forward" not in vars(module) and (calls_forward or (is_plain(stock) and _takes_as_much(stock, folded)))
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
         set_kind(module, derived(mixin, stock), factor, form=form, field=field)
-        own = vars(module).get("forward")
-        if own is not None:
-            module.forward = Product(module, own)
+        replaced = vars(module).get("forward")
+        if replaced is not None:
+            module.forward = Product(module, replaced)
         try:
-            problem = respond(module).problem(before, factor)
+            problem = respond(module).problem(stock_response, factor)
         except Exception as error:  # the folded arithmetic reads an attribute that this norm lacks
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return
-        _make_stock(module, stock, own)
+        _make_stock(module, stock, replaced)
     raise MeasurementError(
         f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
         "output can be scaled."
@@ -297,7 +297,7 @@ def is_plain(stock: type) -> bool:
 def restore(model: Any) -> None:
     """Remove the scheme from a model, after a failed attempt or a fold: its modules get their stock classes back."""
     for module in model.modules():
-        own = vars(module).get("forward")
+        forward = vars(module).get("forward")
         if "lns_scale" in vars(module):
             made_of = type(module).__dict__.get("lns_made_of")
             stock = (
@@ -305,7 +305,7 @@ def restore(model: Any) -> None:
                 if made_of
                 else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
             )
-            _make_stock(module, stock, own.forward if isinstance(own, Product) else own)
+            _make_stock(module, stock, forward.forward if isinstance(forward, Product) else forward)
         vars(module).pop("lns_sites", None)
 
 
@@ -358,11 +358,12 @@ def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
         values = [getattr(plan, field.name) for plan in plans.values()]
         if isinstance(field.default, float) and any(value != 1.0 for value in values):
             name = "s" if field.name == "norm_scale" else field.name
-            # Only the sub-layers with the constant: some schemes scale attention or feed-forward alone.
-            having = {sub_layer for (_, sub_layer), value in zip(plans, values, strict=True) if value != 1.0}
-            scaled = [value for (_, sub_layer), value in zip(plans, values, strict=True) if sub_layer in having]
-            only = "" if len(having) == len(SUB_LAYERS) else f", {', '.join(having)} only"
-            words.append(f"{name} = {scaled[0]:.4g} (block 1) to {scaled[-1]:.4g} (block {n_layers}){only}")
+            # Some schemes scale attention or feed-forward alone.
+            by_sub_layer = [(sub_layer, value) for (_, sub_layer), value in zip(plans, values, strict=True)]
+            scaled = {sub_layer for sub_layer, value in by_sub_layer if value != 1.0}
+            factors = [value for sub_layer, value in by_sub_layer if sub_layer in scaled]
+            only = "" if len(scaled) == len(SUB_LAYERS) else f", {', '.join(scaled)} only"
+            words.append(f"{name} = {factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers}){only}")
         if field.name in ("gate", "omega") and values[0] is not None:
             words.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
     post = sorted({number for (number, _), plan in plans.items() if plan.post})

@@ -33,7 +33,7 @@ _WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataPara
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Stack:
     """The blocks of a model and the norms in front of their branches.
 
     :param path: path of the list in the model, ``""`` for given blocks. :param width: the hidden size.
@@ -100,8 +100,8 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
             groups = model.transformer
             groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
             blocks = [block for group in groups for block in group]
-        found = locate(model, forward(model, example), blocks)
-        report(model, found, attach(model, found, scheme))
+        stack = locate(model, forward(model, example), blocks)
+        report(model, stack, attach(model, stack, scheme))
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -165,12 +165,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
     """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    after = probe.stream_of(output)
-    for place, value in places:
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    stream = probe.stream_of(output)
+    for key, value in arguments:
         is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
-        if is_matrix and (after is None or after.shape == value.shape):
-            return probe.Call(tuple(args), dict(kwargs), place)
+        if is_matrix and (stream is None or stream.shape == value.shape):
+            return probe.Call(tuple(args), dict(kwargs), key)
     return None
 
 
@@ -178,13 +178,13 @@ class Forward(NamedTuple):
     """One forward of a model.
 
     :param name: name of the list of blocks, ``""`` for given blocks. :param calls: the call of each block.
-    :param times: module -> the number of its runs.
+    :param runs: module -> the number of its runs.
     """
 
     name: str
     blocks: list[nn.Module]
     calls: list[probe.Call]
-    times: Mapping[nn.Module, int]
+    runs: Mapping[nn.Module, int]
 
 
 def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Forward:
@@ -197,42 +197,44 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
     # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
-    parts = {block for each in lists.values() for block in each if any(block.children()) and list(block.parameters())}
-    lists = {name: each for name, each in lists.items() if each and parts.issuperset(each)}
+    modules = {module for listed in lists.values() for module in listed}
+    candidates = {module for module in modules if any(module.children()) and list(module.parameters())}
+    lists = {name: listed for name, listed in lists.items() if listed and candidates.issuperset(listed)}
     if blocks is not None:
         lists = {"": list(blocks)}
-    members = {block for each in lists.values() for block in each}
-    times: dict[nn.Module, int] = {}
+    members = {block for listed in lists.values() for block in listed}
+    runs: dict[nn.Module, int] = {}
     calls: dict[nn.Module, probe.Call | None] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        times[module] = times.get(module, 0) + 1
+        runs[module] = runs.get(module, 0) + 1
         if module in members:
             calls[module] = _call(args, kwargs, output)
 
-    watched = members.union(each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule))
+    watched = members.union(module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
     with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
-    found: dict[str, list[probe.Call]] = {}
-    for name, each in lists.items():
-        whole = [call for block in each if times.get(block) == 1 and (call := calls[block])]
-        in_order = [block for block in calls if block in set(each)] == each
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if in_order and not inside and len(whole) == len(each) and len({call.stream.shape for call in whole}) == 1:
-            found[name] = whole
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
+    calls_by_list: dict[str, list[probe.Call]] = {}
+    for name, listed in lists.items():
+        own_calls = [call for block in listed if runs.get(block) == 1 and (call := calls[block])]
+        in_order = [block for block in calls if block in set(listed)] == listed
+        inside = any(name.startswith(f"{outer}.") for outer in calls_by_list)
+        is_complete, shapes = len(own_calls) == len(listed), {call.stream.shape for call in own_calls}
+        if in_order and not inside and is_complete and len(shapes) == 1:
+            calls_by_list[name] = own_calls
+    if len(calls_by_list) != 1:
+        names = ", ".join(calls_by_list) or "none"
         raise LNSConfigError(
             f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
             f"{names}. Give the blocks themselves: blocks=model.layers."
         )
-    ((name, whole),) = found.items()
+    ((name, own_calls),) = calls_by_list.items()
     if blocks is None:
-        _require_all(model, name, lists[name], times)
-    return Forward(name, lists[name], whole, times)
+        _require_all(model, name, lists[name], runs)
+    return Forward(name, lists[name], own_calls, runs)
 
 
-def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: Container[nn.Module]) -> None:
+def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], runs: Container[nn.Module]) -> None:
     """Check the list of blocks. :raises LNSConfigError: a part of the list, or similar blocks ran outside of it."""
     keys = [key for key, _ in model.get_submodule(name).named_children()]
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
@@ -240,12 +242,12 @@ def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: 
             f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
             "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
         )
-    kinds, inside = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
+    kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
     alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
-    if besides := [at for at, module in alike.items() if module in ran and module not in inside]:
+    if outside := [at for at, module in alike.items() if module in runs and module not in inner]:
         raise LNSConfigError(
             f"{type(model).__name__}: found {len(blocks)} blocks in {name} and similar blocks outside of it: "
-            f"{', '.join(besides)}; expected all in one list. Give all blocks in order: blocks=[…]."
+            f"{', '.join(outside)}; expected all in one list. Give all blocks in order: blocks=[…]."
         )
 
 
@@ -255,7 +257,7 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
-def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
+def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Stack:
     """Find the sites of a model: run the model once, then one block of each structure repeatedly.
 
     :param run: runs one forward.
@@ -263,26 +265,26 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
     """
     blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
     with undisturbed(model):
-        ran = find_blocks(model, run, blocks)
-        kinds: dict[Any, probe.Found] = {}
-        names, wrong = [], []
-        for number, (block, call) in enumerate(zip(ran.blocks, ran.calls, strict=True), start=1):
-            kind = structure(block)
-            kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}", like=kinds.get(kind))
-            names.append(kinds[kind].names)
-            times = {f"{name} of block {number}": ran.times.get(block.get_submodule(name), 0) for name in names[-1]}
-            wrong += [f"{name} {count} times" for name, count in times.items() if count != 1]
-    if wrong:
+        traced = find_blocks(model, run, blocks)
+        sites_by_shape: dict[Any, probe.BlockSites] = {}
+        names, problems = [], []
+        for number, (block, call) in enumerate(zip(traced.blocks, traced.calls, strict=True), start=1):
+            shape, where = structure(block), f"block {number}"
+            sites_by_shape[shape] = probe.pre_ln_sites(block, call, where=where, like=sites_by_shape.get(shape))
+            names.append(sites_by_shape[shape].names)
+            counts = {name: traced.runs.get(block.get_submodule(name), 0) for name in names[-1]}
+            problems += [f"{name} of {where} {count} times" for name, count in counts.items() if count != 1]
+    if problems:
         raise LNSConfigError(
-            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: other code bypasses "
+            f"one forward of the model runs the norms {', '.join(problems)}, expected each once: other code bypasses "
             "them, or another part of the model shares the norm. Use a separate norm in each place."
         )
-    cancelled = dict.fromkeys(name for kind in kinds.values() for name in kind.cancelled)
-    return Blocks(ran.name, ran.blocks, names, ran.calls[0].stream.shape[-1], tuple(cancelled))
+    cancelled = dict.fromkeys(name for shape in sites_by_shape.values() for name in shape.cancelled)
+    return Stack(traced.name, traced.blocks, names, traced.calls[0].stream.shape[-1], tuple(cancelled))
 
 
 def attach(
-    model: nn.Module, found: Blocks, scheme: Scheme, folded: Callable[[nn.Module], type | None] = lambda norm: None
+    model: nn.Module, stack: Stack, scheme: Scheme, folded: Callable[[nn.Module], type | None] = lambda norm: None
 ) -> list[str]:
     """Scale the found norms, or measure them again if they have the scheme.
 
@@ -291,25 +293,25 @@ def attach(
     :raises LNSConfigError: a scheme that does more than multiply norms, or a model with another scheme.
     :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
-    n_layers, present = len(found.blocks), sites.read_back(model)
+    n_layers, current = len(stack.blocks), sites.read_back(model)
     if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
         raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
-    if not present.is_pre_ln and present != scheme:
-        raise LNSConfigError(f"{type(model).__name__} has scheme {present} already, not {scheme}: build a new model.")
-    again = not present.is_pre_ln
+    if not current.is_pre_ln and current != scheme:
+        raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
+    is_attached = not current.is_pre_ln
     with sites.stock_on_failure(model):
-        for number, (block, names) in enumerate(zip(found.blocks, found.names, strict=True), start=1):
+        for number, (block, names) in enumerate(zip(stack.blocks, stack.names, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
-                own = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
+                norm_sites = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
                 norm, where = block.get_submodule(name), f"block {number}, {name}"
-                if again:
-                    _measure(norm, found.width, where)
+                if is_attached:
+                    _measure(norm, stack.width, where)
                     continue
-                if len(factors := {site.plan.norm_scale for site in own}) > 1:
+                if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
-                sites.attach(norm, *own)
-                sites.scale(norm, factors.pop(), where=where, width=found.width, folded=folded(norm))
+                sites.attach(norm, *norm_sites)
+                sites.scale(norm, factors.pop(), where=where, width=stack.width, folded=folded(norm))
         sites.check(model, scheme, n_layers)
     return ["sites", "output", "gradient"]
 
@@ -322,16 +324,16 @@ def _measure(norm: Any, width: int, where: str) -> None:
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
 
 
-def report(model: nn.Module, found: Blocks, measured: Sequence[str], initialization: str = "") -> None:
+def report(model: nn.Module, stack: Stack, measured: Sequence[str], initialization: str = "") -> None:
     """Write the start-up line in the first process: to the log if it has a handler, else to stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
     line = sites.start_up_line(
-        model, len(found.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
+        model, len(stack.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
-    if found.cancelled:
-        line += f"; a later norm cancels the factor of {', '.join(found.cancelled)}"
+    if stack.cancelled:
+        line += f"; a later norm cancels the factor of {', '.join(stack.cancelled)}"
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
     else:

@@ -39,8 +39,8 @@ class Settings:
     @classmethod
     def of(cls, holder: Any) -> Settings:
         """Read the settings from parsed arguments or a marked config."""
-        found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        values = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
     def of_saved(cls, arguments: Any) -> Settings:
@@ -67,8 +67,8 @@ class Settings:
     def words(self) -> str:
         """The command-line options for these settings."""
         values = zip(FLAGS, vars(self).values(), vars(Settings()).values(), strict=True)
-        given = [(flag, value) for flag, value, default in values if value != default]
-        return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in given)
+        changed = [(flag, value) for flag, value, default in values if value != default]
+        return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in changed)
 
     @property
     def scaled_init_off(self) -> bool:
@@ -97,12 +97,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual output "
         "projections like every other matrix (arXiv 2502.05795).",
     )
-    words = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT}."
-    add(FLAGS[1], type=float, metavar="P", default=DEFAULT_EXPONENT, help=words)
-    words = f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {FLAGS[0]} (ablation)."
-    add(FLAGS[2], action="store_true", help=words)
-    words = "Initialize the residual output projections like every other matrix, without std/sqrt(2L); works without "
-    add(FLAGS[3], action="store_true", help=f"{words}{FLAGS[0]}.")
+    text = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT}."
+    add(FLAGS[1], type=float, metavar="P", default=DEFAULT_EXPONENT, help=text)
+    text = f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {FLAGS[0]} (ablation)."
+    add(FLAGS[2], action="store_true", help=text)
+    text = "Initialize the residual output projections like every other matrix, without std/sqrt(2L); works without "
+    add(FLAGS[3], action="store_true", help=f"{text}{FLAGS[0]}.")
     return parser
 
 
@@ -113,5 +113,7 @@ def variables(flags: Sequence[str]) -> dict[str, str]:
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
     words = [part for flag in flags for part in flag.split("=", 1)]
-    parallel = any(value.isdecimal() and int(value) > 1 for flag, value in pairwise(words) if flag in _ONE_CONNECTION)
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel and not set(words) & set(_MORE_CONNECTIONS) else {}
+    is_parallel = any(
+        value.isdecimal() and int(value) > 1 for flag, value in pairwise(words) if flag in _ONE_CONNECTION
+    )
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_parallel and not set(words) & set(_MORE_CONNECTIONS) else {}

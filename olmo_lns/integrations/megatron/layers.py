@@ -56,11 +56,11 @@ _OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|expe
 _said: set[str] = set()
 
 
-def say(text: str) -> None:
+def say(line: str) -> None:
     """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
-    if int(os.environ.get("RANK", "0")) == 0 and text not in _said:
-        _said.add(text)
-        print(f"olmo-lns: {text}", flush=True)
+    if int(os.environ.get("RANK", "0")) == 0 and line not in _said:
+        _said.add(line)
+        print(f"olmo-lns: {line}", flush=True)
 
 
 def check_config(config: Any) -> None:
@@ -104,31 +104,31 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
         raise LNSConfigError(f"{type(model).__name__} has no TransformerLayer: nothing to scale.")
     check_config(config)
-    places = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
-    blocks = _check_numbers(model, config, places)
+    located = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
+    blocks = _check_numbers(model, config, located)
     with sites.stock_on_failure(model):
-        for module, number, sub_layer in places:
+        for module, number, sub_layer in located:
             site = sites.Site(settings.scheme, number, blocks, sub_layer)
             sites.attach(module, site)
             norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
-        initialization = check_initialization(model, config) if drawn else []
-    if not places:
+        checked = check_initialization(model, config) if drawn else []
+    if not located:
         say("LayerNorm Scaling on: no block in this process")
         return 0
-    fused = [norms.is_fused(module) for module, _, _ in places]
+    fused = [norms.is_fused(module) for module, _, _ in located]
     gradients = ["gradient"] if not any(fused) else ["gradient where no linear layer is fused"]
     measured = ["output", *([] if all(fused) else gradients)]
-    here = f"{len(places)} in this process (blocks {places[0][1]}-{places[-1][1]})"
-    how = "weights as they were"
+    local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
+    words = "weights as they were"
     if drawn and settings.scaled_init_off:
         width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
-        how = f"scaled initialization off (output projections: init_method{width})"
+        words = f"scaled initialization off (output projections: init_method{width})"
     elif drawn:
-        how = "scaled initialization kept (std/sqrt(2L) for output projections)"
+        words = "scaled initialization kept (std/sqrt(2L) for output projections)"
     norm = str(getattr(config, "normalization", ""))
-    measured += initialization
-    say(sites.start_up_line(model, blocks, measured=measured, here=here, norm=norm, initialization=how))
-    return len(places)
+    measured += checked
+    say(sites.start_up_line(model, blocks, measured=measured, here=local, norm=norm, initialization=words))
+    return len(located)
 
 
 def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
@@ -138,17 +138,17 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
     """
     numbers = {layer: int(layer.layer_number) for layer in layers}
     for stack in model.modules():
-        stacked: Any = getattr(stack, "layers", ())
-        is_list: bool = isinstance(stacked, nn.ModuleList) and bool(layers_of(stacked))
-        for layer in stacked if is_list else ():
+        members: Any = getattr(stack, "layers", ())
+        is_list: bool = isinstance(members, nn.ModuleList) and bool(layers_of(members))
+        for layer in members if is_list else ():
             if type(layer).__name__ == "MultiTokenPredictionLayer":
-                if len(inner := layers_of(layer)) != 1:
+                if len(inner_layers := layers_of(layer)) != 1:
                     raise _refuse(
                         layer,
-                        f"holds {len(inner)} transformer layers, expected 1: LayerNorm Scaling does not support MTP "
-                        "layers of a hybrid model. Drop --mtp-num-layers",
+                        f"holds {len(inner_layers)} transformer layers, expected 1: LayerNorm Scaling does not support "
+                        "MTP layers of a hybrid model. Drop --mtp-num-layers",
                     )
-                numbers[inner[0]] = layer.config.num_layers + layer.layer_number
+                numbers[inner_layers[0]] = layer.config.num_layers + layer.layer_number
             elif layer not in numbers and getattr(layer, "module", None) not in numbers:
                 raise _refuse(
                     layer,
@@ -160,65 +160,67 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
 
 def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     """Return the norms of a layer (two, or one in a hybrid model), each with its block number and sub-layer."""
-    others = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
-    if others:
+    other_norms = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
+    if other_norms:
         raise _refuse(
             layer,
-            f"has {', '.join(others)}, expected attention and MLP with one norm in front of each: cross attention and "
-            "norms after a sub-layer are not defined in LayerNorm Scaling",
+            f"has {', '.join(other_norms)}, expected attention and MLP with one norm in front of each: LayerNorm "
+            "Scaling does not define cross attention and norms after a sub-layer",
         )
-    found = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
-    if not found:
+    sub_layers = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
+    if not sub_layers:
         raise _refuse(layer, "has neither attention nor MLP")
-    block = number if len(found) == 2 else (number + 1) // 2
-    return [(_norm(layer, sub_layer), block, sub_layer) for sub_layer in found]
+    block = number if len(sub_layers) == 2 else (number + 1) // 2
+    return [(_norm(layer, sub_layer), block, sub_layer) for sub_layer in sub_layers]
 
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
     """Return the norm in front of a sub-layer."""
-    norm, holder, fused = _PLACES[sub_layer]
-    inner = getattr(layer, holder)
-    for module in (inner, *(getattr(inner, name, None) for name in fused)):
-        for kind in type(module).__mro__:
-            if kind.__name__.startswith(("TEFusedMLP", "Inference")):
-                raise _refuse(layer, f"has a {kind.__name__} in its {holder}, and {_PAST}. Use another spec")
-    candidates = {f"{holder}.{name}": getattr(inner, name, None) for name in fused}
-    found: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
+    norm, sub_layer_name, fused = _PLACES[sub_layer]
+    sub_layer_module = getattr(layer, sub_layer_name)
+    for module in (sub_layer_module, *(getattr(sub_layer_module, name, None) for name in fused)):
+        for base in type(module).__mro__:
+            if base.__name__.startswith(("TEFusedMLP", "Inference")):
+                raise _refuse(layer, f"has a {base.__name__} in its {sub_layer_name}, and {_PAST}. Use another spec")
+    candidates = {f"{sub_layer_name}.{name}": getattr(sub_layer_module, name, None) for name in fused}
+    present: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
     if not _is_absent(standalone := getattr(layer, norm, None)):
-        found[norm] = standalone
-    if len(found) != 1:
+        present[norm] = standalone
+    if len(present) != 1:
         raise _refuse(
             layer,
-            f"has {len(found)} norms in front of its {holder} ({', '.join(found) or 'none'}; that is a "
-            f"{type(inner).__name__}), expected exactly one of {', '.join((norm, *candidates))}",
+            f"has {len(present)} norms in front of its {sub_layer_name} ({', '.join(present) or 'none'}; that is a "
+            f"{type(sub_layer_module).__name__}), expected exactly one of {', '.join((norm, *candidates))}",
         )
-    return next(iter(found.values()))
+    return next(iter(present.values()))
 
 
-def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, str]]) -> int:
+def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, str]]) -> int:
     """Return the number of blocks of the whole model.
 
     :raises MeasurementError: the norms do not alternate between attention and MLP, numbered globally from 1 on.
     """
-    is_hybrid = len(places) < 2 * len(layers_of(model))  # each layer is half a block
-    end = int(config.num_layers) * (1 if is_hybrid else 2)
-    found = [2 * number - (sub_layer == "attn") for _, number, sub_layer in places]
-    wrong = end % 2 == 1 or found != list(range(found[0], found[0] + len(found))) if found else False
-    wrong |= is_hybrid and found != [int(layer.layer_number) for layer in layers_of(model)]
-    if found and hasattr(model, "pre_process"):
+    is_hybrid = len(located) < 2 * len(layers_of(model))  # each layer is half a block
+    last_index = int(config.num_layers) * (1 if is_hybrid else 2)
+    indices = [2 * number - (sub_layer == "attn") for _, number, sub_layer in located]
+    in_turn = not indices or indices == list(range(indices[0], indices[0] + len(indices)))
+    is_wrong = not in_turn or (bool(indices) and last_index % 2 == 1)
+    is_wrong |= is_hybrid and indices != [int(layer.layer_number) for layer in layers_of(model)]
+    if indices and hasattr(model, "pre_process"):
         # With these layouts the first stage may hold only the embedding, and block 1 is in the second stage.
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
         empty_first = any(getattr(config, name, None) for name in layouts)
-        wrong |= found[0] != 1 if model.pre_process else found[0] == 1 and not empty_first
+        is_wrong |= indices[0] != 1 if model.pre_process else indices[0] == 1 and not empty_first
         mtps = [module for module in model.modules() if type(module).__name__ == "MultiTokenPredictionLayer"]
-        wrong |= bool(model.post_process) and found[-1] != end + 2 * len(mtps)
-    if wrong or min(found, default=1) < 1:
+        is_wrong |= bool(model.post_process) and indices[-1] != last_index + 2 * len(mtps)
+    if is_wrong or min(indices, default=1) < 1:
         raise MeasurementError(
-            f"{type(model).__name__}: found norms of the blocks {[f'{n} {sub}' for _, n, sub in places]}, expected "
-            f"those of attention and MLP in turn in this pipeline stage, numbered globally from 1 to {end / 2:g}. "
-            "LayerNorm Scaling supports plain transformers only (hybrid patterns: '*-' or '*E' repeated)."
+            f"{type(model).__name__}: found norms of the blocks {[f'{n} {sub}' for _, n, sub in located]}, expected "
+            "norms of attention and MLP in turn in this pipeline stage, numbered globally from 1 to "
+            f"{last_index / 2:g}. LayerNorm Scaling supports plain transformers only (hybrid patterns: '*-' or '*E' "
+            "repeated)."
         )
-    return end // 2
+    return last_index // 2
 
 
 def _is_absent(module: Any) -> bool:
@@ -256,5 +258,5 @@ def _std(init: Callable[[torch.Tensor], object]) -> float:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         small, large = (torch.zeros(64, width, device="cpu") for width in (64, 256))
         init(small), init(large)
-    found = float(large.std())
-    return found if abs(float(small.std()) / found - 1) < 0.1 else 0.0
+    std = float(large.std())
+    return std if abs(float(small.std()) / std - 1) < 0.1 else 0.0

@@ -32,20 +32,20 @@ class FoldedFused(sites.Scaled):
     layer_norm_weight: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        shadow, before = self.__dict__, dict(self.__dict__)
+        attributes, saved = self.__dict__, dict(self.__dict__)
         gain, bias = self.layer_norm_weight, getattr(self, "layer_norm_bias", None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        shadow["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
+        attributes["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
         if bias is not None:
-            shadow["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
+            attributes["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
         if centered:  # 1 + gain was folded as a whole, since s(1+gain)-1 would cancel digits
-            shadow["zero_centered_gamma"] = False
+            attributes["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             for name in ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma"):
-                shadow.pop(name, None)
-                shadow.update({name: before[name]} if name in before else {})
+                attributes.pop(name, None)
+                attributes.update({name: saved[name]} if name in saved else {})
 
 
 class FoldedNorm(sites.Scaled):
@@ -53,8 +53,8 @@ class FoldedNorm(sites.Scaled):
 
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        kind: Any = type(self)
-        names, y = _names(kind), x
+        norm_class: Any = type(self)
+        names, y = _names(norm_class), x
         if "transformer_engine" in names and weight is not None:
             # TE computes in the dtype of the parameters or of autocast.
             device = x.device.type
@@ -62,20 +62,20 @@ class FoldedNorm(sites.Scaled):
         dtype, eps = y.dtype, getattr(self, "eps", None)
         eps = torch.finfo(dtype).eps if eps is None else float(eps)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        how: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
+        options: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
         if "RMSNorm" in names:
-            y = rms_norm(y, weight, eps, self.lns_factor, **how)
+            y = rms_norm(y, weight, eps, self.lns_factor, **options)
         else:
-            y = layer_norm(y, weight, bias, eps, self.lns_factor, **how)
+            y = layer_norm(y, weight, bias, eps, self.lns_factor, **options)
         return (y.to(dtype), x) if "TEFusedResidualRMSNorm" in names else y.to(dtype)
 
 
 @functools.cache
-def _names(kind: type) -> frozenset[str]:
+def _names(norm_class: type) -> frozenset[str]:
     """Return the names of a class and its bases, with those of their packages and modules."""
-    modules = {base.__module__ for base in kind.__mro__}
+    modules = {base.__module__ for base in norm_class.__mro__}
     packages = {module.partition(".")[0] for module in modules}
-    return frozenset({base.__name__ for base in kind.__mro__} | modules | packages)
+    return frozenset({base.__name__ for base in norm_class.__mro__} | modules | packages)
 
 
 def is_fused(module: object) -> bool:

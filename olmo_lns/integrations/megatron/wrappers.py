@@ -87,24 +87,26 @@ def model_built(original: Function) -> Function:
         result = original(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
-        asked = Settings.of(_running())
+        requested = Settings.of(_running())
         # From the configs, since a pipeline stage without a layer has no site and its arguments are compared too.
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
-        marks = {found for found in map(Settings.of, configs) if found != Settings()}
-        applied = [found for found in marks if found.layernorm_scaling]
-        words = asked.words or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
-        if asked.layernorm_scaling:
-            _check_stages(chunks, asked)
-        elif words and not marks:
+        marked = {found for found in map(Settings.of, configs) if found != Settings()}
+        applied_settings = [found for found in marked if found.layernorm_scaling]
+        flags = requested.words or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
+        if requested.layernorm_scaling:
+            _check_stages(chunks, requested)
+        elif flags and not marked:
             raise LNSConfigError(
-                f"{words} was given, but the config of this model was not made by core_transformer_config_from_args "
+                f"{flags} was given, but the config of this model was not made by core_transformer_config_from_args "
                 "(--yaml-cfg replaces every argument) and is not marked: give Megatron's settings as flags, or "
                 "call olmo_lns.integrations.megatron.apply(config) before the model is built."
             )
-        elif applied:
-            _check_stages(chunks, applied[0])
-            applied[0].store(_running())
-            layers.say(f"{applied[0].words}: not given, but applied to the model; checkpoints of this run record it")
+        elif applied_settings:
+            _check_stages(chunks, applied_settings[0])
+            applied_settings[0].store(_running())
+            layers.say(
+                f"{applied_settings[0].words}: not given, but applied to the model; checkpoints of this run record it"
+            )
         return result
 
     return build
@@ -112,24 +114,24 @@ def model_built(original: Function) -> Function:
 
 def _check_stages(chunks: list[Any], settings: Settings) -> None:
     """Check all stages. :raises MeasurementError, LNSConfigError: a wrong scheme, missing blocks; on every rank."""
-    problem, found = "", []
+    problem, sites_here = "", []
     try:
         for chunk in chunks:
             if (scheme := sites.read_back(chunk)) not in (settings.scheme, PRE_LN):
                 problem = f"{settings.scheme} was selected, but the model was built with {scheme}."
-            found += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
+            sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
     except Exception as error:
         problem = str(error)
     probe.agree(problem)
-    ranks = [found]
+    sites_by_rank = [sites_here]
     if dist.is_initialized():
-        ranks = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, found)
-    every = [item for items in ranks for item in items]
-    count = max((total for _, total in every), default=0)
-    numbers = [number for number, _ in every if number <= count]
-    times = {numbers.count(number) for number in range(1, count + 1)}
-    if len(times) == 1 and times != {0}:
+        sites_by_rank = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(sites_by_rank, sites_here)
+    all_sites = [item for items in sites_by_rank for item in items]
+    count = max((total for _, total in all_sites), default=0)
+    numbers = [number for number, _ in all_sites if number <= count]
+    counts = {numbers.count(number) for number in range(1, count + 1)}
+    if len(counts) == 1 and counts != {0}:
         return
     raise LNSConfigError(
         f"{FLAGS[0]} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
@@ -165,11 +167,11 @@ def load_base(original: Function) -> Function:
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
-        state, ours, folder = result[0], call.get("args") or _running(), call.get("load_dir")
+        state, running, folder = result[0], call.get("args") or _running(), call.get("load_dir")
         if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
             return result
-        is_teacher = folder is not None and folder == getattr(ours, "export_kd_teacher_load", None)
-        compare(state.get("args"), Settings() if is_teacher else Settings.of(ours), result[1] or folder)
+        is_teacher = folder is not None and folder == getattr(running, "export_kd_teacher_load", None)
+        compare(state.get("args"), Settings() if is_teacher else Settings.of(running), result[1] or folder)
         return result
 
     return _load_base_checkpoint
@@ -206,9 +208,9 @@ def compare(saved: Any, running: Settings, source: object) -> None:
     :raises CheckpointMismatchError: the schemes differ.
     """
     settings = Settings.of_saved(saved)
-    words = settings.words if settings.layernorm_scaling else f"without {FLAGS[0]}"
+    flags = settings.words if settings.layernorm_scaling else f"without {FLAGS[0]}"
     scheme: Scheme | None = None if saved is None else settings.scheme
-    require_same(scheme, running.scheme, source=source, setting=lambda scheme: words)
+    require_same(scheme, running.scheme, source=source, setting=lambda scheme: flags)
 
 
 # --- for scripts that build models ----------------------------------------------------------------------------------
@@ -232,12 +234,12 @@ def apply_to(target: Any, settings: Settings) -> int:
         return 0
     count = 0
     for model in layers.models_in(target):
-        present = sites.read_back(model)
-        if not present.is_pre_ln and present != settings.scheme:
+        current = sites.read_back(model)
+        if not current.is_pre_ln and current != settings.scheme:
             raise LNSConfigError(
-                f"{type(model).__name__} has {present} already, not {settings.scheme}: build a new model."
+                f"{type(model).__name__} has {current} already, not {settings.scheme}: build a new model."
             )
-        count += layers.attach(model, settings, drawn=False) if present.is_pre_ln else len(list(sites.sites(model)))
+        count += layers.attach(model, settings, drawn=False) if current.is_pre_ln else len(list(sites.sites(model)))
         if hasattr(model, "config"):
             settings.store(model.config)
     return count
@@ -250,10 +252,10 @@ def mark(target: Any, settings: Settings) -> None:
         raise LNSConfigError(
             f"found a {type(target).__name__}, expected a TransformerConfig, a built model or a list of its chunks."
         )
-    found = Settings.of(config)
-    if found.layernorm_scaling and settings.layernorm_scaling and found.scheme != settings.scheme:
-        raise LNSConfigError(f"this {type(config).__name__} has {found.scheme} already: start from a fresh config.")
+    current = Settings.of(config)
+    if current.layernorm_scaling and settings.layernorm_scaling and current.scheme != settings.scheme:
+        raise LNSConfigError(f"this {type(config).__name__} has {current.scheme} already: start from a fresh config.")
     if settings.layernorm_scaling:
         layers.check_config(config)
-    asked = settings if settings.layernorm_scaling else found
-    replace(asked, no_scaled_init=found.no_scaled_init or settings.no_scaled_init).check().store(config)
+    chosen = settings if settings.layernorm_scaling else current
+    replace(chosen, no_scaled_init=current.no_scaled_init or settings.no_scaled_init).check().store(config)

@@ -75,10 +75,10 @@ class SchemeBlock(sites.Derived):
     def _queries_keys_values(self: Any, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         fused = hasattr(self, "att_proj")
         projections = (self.att_proj,) if fused else (self.q_proj, self.k_proj, self.v_proj)
-        found: tuple[torch.Tensor, ...] = tuple(projection(h) for projection in projections)
+        projections_of_h: tuple[torch.Tensor, ...] = tuple(projection(h) for projection in projections)
         if (limit := self.config.clip_qkv) is not None:
-            found = tuple(projected.clamp_(min=-limit, max=limit) for projected in found)
-        return found[0].split(self.fused_dims, dim=-1) if fused else found
+            projections_of_h = tuple(projected.clamp_(min=-limit, max=limit) for projected in projections_of_h)
+        return projections_of_h[0].split(self.fused_dims, dim=-1) if fused else projections_of_h
 
     def _enter(self, sub_layer: str, x: torch.Tensor, run: _Run) -> torch.Tensor:
         """Return the input of a sub-layer. :param x: the stream."""
@@ -212,13 +212,13 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
     :raises LNSConfigError: the block is not Pre-LN in its two norms.
     :raises MeasurementError: the block cannot be run, or OLMo's forward computes something else than this package's.
     """
-    real = _narrow(block)
-    x = torch.randn(1, 4, real.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
+    narrow_block = _narrow(block)
+    x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
     if keeps_forward:
         norms = tuple(f"{sub_layer}_norm" for sub_layer in SUB_LAYERS)
-        probe.pre_ln_sites(real, probe.Call((x,), {"attention_bias": None}, 0), where=where, names=norms)
+        probe.pre_ln_sites(narrow_block, probe.Call((x,), {"attention_bias": None}, 0), where=where, names=norms)
         return
-    twin = probe.twin(real)
+    twin = probe.twin(narrow_block)
     with torch.no_grad():
         stock = twin(x, attention_bias=None)[0]
         become(twin, dict.fromkeys(SUB_LAYERS, Plan()))
@@ -265,16 +265,16 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
     from olmo.model import LayerNormBase
 
     config = block.config
-    own = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
+    block_sites = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     if scheme.keeps_forward(config.n_layers):
-        for site in own:
+        for site in block_sites:
             norm = getattr(block, f"{site.sub_layer}_norm")
             folded = FoldedLayerNorm if hasattr(norm, "low_precision") else FoldedRMSNorm
             sites.scale(norm, site.plan.norm_scale, where=site, width=config.d_model, folded=folded)
             sites.attach(norm, site)
         return
-    sites.attach(block, *own)
-    for site in own:
+    sites.attach(block, *block_sites)
+    for site in block_sites:
         plan, sub_layer = site.plan, site.sub_layer
         if plan.norms == 2:
             setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
@@ -287,4 +287,4 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
-    become(block, {site.sub_layer: site.plan for site in own})
+    become(block, {site.sub_layer: site.plan for site in block_sites})

@@ -59,12 +59,12 @@ def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list
     try:
         numbered = blocks_of(model)
         if not scheme.is_pre_ln:
-            keeps = scheme.keeps_forward(len(numbered))
+            keeps_forward = scheme.keeps_forward(len(numbered))
             for number, block in enumerate(numbered, start=1):
-                blocks.measure(block, f"block {number}", keeps_forward=keeps)
+                blocks.measure(block, f"block {number}", keeps_forward=keeps_forward)
                 blocks.attach(block, scheme, number)
             sites.check(model, scheme, model.config.n_layers)
-            measured = ["output", "gradient", "block"] if keeps else ["block"]
+            measured = ["output", "gradient", "block"] if keeps_forward else ["block"]
         model.lns_initialization = initialization
         if drawn and _finish_draw(model):
             measured.append("initialization")
@@ -92,14 +92,14 @@ def blocks_of(model: Any) -> list[Any]:
     """
     from olmo.model import OLMoBlock
 
-    found = [module for module in model.modules() if isinstance(module, OLMoBlock)]
-    numbers = [block.layer_id + 1 for block in found]
+    blocks_in_order = [module for module in model.modules() if isinstance(module, OLMoBlock)]
+    numbers = [block.layer_id + 1 for block in blocks_in_order]
     if numbers != list(range(1, model.config.n_layers + 1)):
         raise MeasurementError(
             f"found blocks that this OLMo numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
             "order: the factor of a block depends on its number."
         )
-    return found
+    return blocks_in_order
 
 
 def ask_for_plain_initialization(config: Any) -> None:

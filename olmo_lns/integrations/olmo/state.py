@@ -32,13 +32,13 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
-        kind, running = _saved_type(load_path, kwargs.get("local_cache")), sites.read_back(self.model)
-        saved, differing = None if kind is None else types.scheme_of(kind), ""
-        own = types.base_type(self.model.config.layer_norm_type)
-        if saved == running and not running.is_pre_ln and types.base_type(kind) != own:
-            differing = f"layer_norm_type {kind}, another base norm than {own}"
-        setting = f"--model.layer_norm_type={kind}"
-        require_same(saved, running, source=load_path, setting=lambda _: setting, differing=differing)
+        saved_type, running = _saved_type(load_path, kwargs.get("local_cache")), sites.read_back(self.model)
+        saved_scheme, differing = None if saved_type is None else types.scheme_of(saved_type), ""
+        base = types.base_type(self.model.config.layer_norm_type)
+        if saved_scheme == running and not running.is_pre_ln and types.base_type(saved_type) != base:
+            differing = f"layer_norm_type {saved_type}, another base norm than {base}"
+        setting = f"--model.layer_norm_type={saved_type}"
+        require_same(saved_scheme, running, source=load_path, setting=lambda _: setting, differing=differing)
         return restore(self, load_path, *args, **kwargs)
 
     return wrapped

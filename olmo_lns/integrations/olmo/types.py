@@ -70,12 +70,12 @@ def asked(config: Any) -> tuple[Scheme, str]:
     """
     scheme = scheme_of(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
-    found = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
-    found["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
-    said = {words: value for words, value in found.items() if value}
-    if (ours and len(said) > 1) or len(set(said.values())) > 1:
-        raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
-    return scheme, next(iter(said.values()), str(scheme.definition.initialization))
+    sources = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
+    sources["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
+    given = {words: value for words, value in sources.items() if value}
+    if (ours and len(given) > 1) or len(set(given.values())) > 1:
+        raise LNSConfigError(f"{' and '.join(given)} contradict each other: unset the variable, or leave the call out.")
+    return scheme, next(iter(given.values()), str(scheme.definition.initialization))
 
 
 @contextmanager
@@ -212,12 +212,12 @@ def _resolve(model: Any, path: Any, name: str) -> None:
     from omegaconf import OmegaConf
 
     written = str(model.layer_norm_type)
-    named = OmegaConf.select(OmegaConf.load(str(path)), name, throw_on_missing=False)
-    kept = str(ModelConfig.layer_norm_type if named is None else named)
+    file_type = OmegaConf.select(OmegaConf.load(str(path)), name, throw_on_missing=False)
+    base_source = str(ModelConfig.layer_norm_type if file_type is None else file_type)
     scheme = scheme_of(written)
     bare = written.partition(":")[0] == scheme.name
-    spelled = spell(scheme, base_type(kept if bare else written))
+    spelled = spell(scheme, base_type(base_source if bare else written))
     if spelled == written:
         return
     model.layer_norm_type = LayerNormType[spelled]
-    log.info("layer_norm_type=%s (over %s in the config): using %s", written, kept, spelled)
+    log.info("layer_norm_type=%s (over %s in the config): using %s", written, base_source, spelled)

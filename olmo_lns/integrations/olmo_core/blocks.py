@@ -125,13 +125,13 @@ def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
         with torch.random.fork_rng(devices=[]):  # keep the run's random state
             twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
             call = probe.Call((torch.randn(2, 8, width),), {}, 0)
-        found = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
+        names = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs only, such as a mixture's
         log.debug("%s", error)
         return False
-    if found != expected:
+    if names != expected:
         raise MeasurementError(
-            f"{type(twin).__name__}: found a block that reads its stream through {' and '.join(found)}, expected "
+            f"{type(twin).__name__}: found a block that reads its stream through {' and '.join(names)}, expected "
             f"{' and '.join(expected)}."
         )
     return True

@@ -63,27 +63,27 @@ def apply(
 
     register()
     settings.check()
-    wanted = parse(scheme) if isinstance(scheme, str) else scheme
+    scheme_value = parse(scheme) if isinstance(scheme, str) else scheme
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization {initialization!r}: expected plain or upstream.")
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
     anything.require_unwrapped(model)
-    again = isinstance(model, models.SchemeModel)
-    if not again and trained is None and _is_trained(model):
+    is_attached = isinstance(model, models.SchemeModel)
+    if not is_attached and trained is None and _is_trained(model):
         setting = "no apply; olmo_lns.integrations.transformers.apply(model, trained=True) continues the weights"
-        require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: setting)
-    drawn = None if again or trained else initialization or "plain"
-    norms = models.measure(model, wanted, blocks, example, initialization=drawn)
-    if not again:
-        shared, own = model.config, copy.deepcopy(model.config)
-        kind: Any = type(shared)
-        own.__class__, own.lns, own.lns_norms = models.scheme_class(kind), str(wanted), norms
+        require_same(PRE_LN, scheme_value, source=model.name_or_path, setting=lambda scheme: setting)
+    draw = None if is_attached or trained else initialization or "plain"
+    norms = models.measure(model, scheme_value, blocks, example, initialization=draw)
+    if not is_attached:
+        stock_config, config = model.config, copy.deepcopy(model.config)
+        stock_class: Any = type(stock_config)
+        config.__class__, config.lns, config.lns_norms = models.scheme_class(stock_class), str(scheme_value), norms
         if initialization == "upstream":
-            own.lns_initialization = initialization
+            config.lns_initialization = initialization
         for module in model.modules():
-            if vars(module).get("config") is shared:
-                module.config = own
+            if vars(module).get("config") is stock_config:
+                module.config = config
         models.convert(model)
     return model
 

@@ -23,7 +23,7 @@ from torch import nn
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
-from olmo_lns.integrations.anything import Blocks
+from olmo_lns.integrations.anything import Stack
 from olmo_lns.integrations.transformers.norms import folded
 from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
@@ -57,11 +57,11 @@ class SchemeModel(SchemeClass):
     """Mixin of a model class."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        asked = getattr(config, "_attn_implementation", None)
-        if isinstance(asked, str) and asked.startswith(_SERVERS):
+        implementation = getattr(config, "_attn_implementation", None)
+        if isinstance(implementation, str) and implementation.startswith(_SERVERS):
             raise LNSConfigError(
-                f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by norms "
-                "without a factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
+                f"attn_implementation {implementation!r}: this server replaces the norms of a transformers model by "
+                "norms without a factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
@@ -73,8 +73,8 @@ class SchemeModel(SchemeClass):
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
         projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
-        plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
-        if plain and not getattr(projection.weight, "_is_hf_initialized", False):
+        is_plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
+        if is_plain and not getattr(projection.weight, "_is_hf_initialized", False):
             _multiply([projection.weight], math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
@@ -99,8 +99,8 @@ class SchemeModel(SchemeClass):
 
 
 def _blank(stock: Any) -> Any:
-    kind = scheme_class(stock)
-    return kind.__new__(kind)
+    scheme_kind = scheme_class(stock)
+    return scheme_kind.__new__(scheme_kind)
 
 
 @functools.cache
@@ -109,13 +109,13 @@ def scheme_class(stock: Any) -> Any:
     name, members = f"LNS{stock.__name__}", {"lns_made_of": stock, "__module__": stock.__module__}
     if not issubclass(stock, nn.Module):
         return type(stock)(name, (SchemeConfig, stock), members | {"model_type": PREFIX + stock.model_type})
-    made = type(stock)(name, (SchemeModel, stock), members | {"config_class": scheme_class(stock.config_class)})
+    scheme_model = type(stock)(name, (SchemeModel, stock), members | {"config_class": scheme_class(stock.config_class)})
     # TRL looks here for the class that config.json names, transformers 5 for the records of output_hidden_states=.
-    setattr(importlib.import_module("transformers"), name, made)
+    setattr(importlib.import_module("transformers"), name, scheme_model)
     registry = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
-        dict.__setitem__(registry, str(made), stock._can_record_outputs)
-    return made
+        dict.__setitem__(registry, str(scheme_model), stock._can_record_outputs)
+    return scheme_model
 
 
 def scheme_of(config: Any) -> Scheme:
@@ -153,8 +153,8 @@ def convert(model: Any) -> None:
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        same = isinstance(module, PreTrainedModel) and module.config is model.config
-        if same and not isinstance(module, SchemeModel):
+        shares_config = isinstance(module, PreTrainedModel) and module.config is model.config
+        if shares_config and not isinstance(module, SchemeModel):
             kind: Any = type(module)
             module.__class__ = scheme_class(kind)
 
@@ -185,24 +185,24 @@ def measure(
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
     example, text = usual_example(model) if example is None else example, model.config.get_text_config()
     # A second run of a block would extend the key-value cache of the first.
-    cached = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
-    with cached:
-        found = anything.locate(model, anything.forward(model, example), blocks)
-    names = by_path(model, found)
+    without_cache = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
+    with without_cache:
+        stack = anything.locate(model, anything.forward(model, example), blocks)
+    names = by_path(model, stack)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
-        measured = anything.attach(model, found, scheme, folded)
+        measured = anything.attach(model, stack, scheme, folded)
         gains = [p.detach().flatten() for _, norm, _ in sites.sites(model) for p in norm.parameters()]
         fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
-        words = drawn(model, found.blocks, plain=initialization == "plain" and fresh)
+        words = drawn(model, stack.blocks, plain=initialization == "plain" and fresh)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
-    anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
+    anything.report(model, stack, [*measured, "initialization"] if words else measured, words)
     return names
 
 
@@ -220,24 +220,24 @@ def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
         pixels = torch.randn(image_shape(config, 1), generator=torch.Generator().manual_seed(0))
         return {"pixel_values": pixels.to(device, next(model.parameters()).dtype)}
     ids = torch.randint(3, max(4, min(text.vocab_size, 1000)), (1, 8), generator=torch.Generator().manual_seed(0))
-    cached = {"use_cache": False} if hasattr(text, "use_cache") else {}
-    return {"input_ids": ids.to(device), **cached}  # type: ignore[dict-item]
+    options = {"use_cache": False} if hasattr(text, "use_cache") else {}
+    return {"input_ids": ids.to(device), **options}  # type: ignore[dict-item]
 
 
-def by_path(model: Any, found: Blocks) -> dict[str, Any]:
+def by_path(model: Any, stack: Stack) -> dict[str, Any]:
     """Return the list in the base model, and the norms; for blocks that differ, a list of names for each.
 
     Example: ``{"layers": ["input_layernorm", "post_attention_layernorm"]}``.
     """
     base: nn.Module = model.base_model
-    path = next((name for name, module in base.named_modules() if list(module.children()) == found.blocks), None)
+    path = next((name for name, module in base.named_modules() if list(module.children()) == stack.blocks), None)
     if path is None:
         raise LNSConfigError(f"{type(model).__name__}: expected blocks= to be one of the model's lists.")
-    names = [list(each) for each in found.names]
+    names = [list(each) for each in stack.names]
     return {path: names[0] if all(each == names[0] for each in names) else names}
 
 
-def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
+def by_names(model: Any, norms: dict[str, Any]) -> Stack:
     """Return the blocks and norms that a config names. :raises LNSConfigError: the model lacks them."""
     ((path, names),) = norms.items()
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -246,10 +246,10 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
         raise LNSConfigError(f"{type(model).__name__} has no list of blocks {path!r}, which its config names.")
     name = min(matching, key=len)
     blocks = list(lists[name])
-    each = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
-    weight = next(blocks[0].get_submodule(each[0][0]).parameters(), None)
+    block_names = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
+    weight = next(blocks[0].get_submodule(block_names[0][0]).parameters(), None)
     width = weight.shape[-1] if weight is not None and weight.numel() else model.config.get_text_config().hidden_size
-    return Blocks(name, blocks, each, int(width))
+    return Stack(name, blocks, block_names, int(width))
 
 
 def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
@@ -265,7 +265,7 @@ def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
             if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
                 matrices.setdefault(name, []).append(parameter)
     # Standard deviations in units of initializer_range, over all blocks.
-    found = {
+    relative_std = {
         n: float(torch.stack([p.detach().float().std() for p in each]).mean()) / std for n, each in matrices.items()
     }
     depth = (2.0 * len(blocks)) ** -0.5
@@ -273,22 +273,22 @@ def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
     def near(value: float, expected: float) -> bool:
         return 0.9 * expected < value < 1.1 * expected
 
-    known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
-    others = {name: value for name, value in found.items() if not near(value, 1.0)}
-    if plain and len(others) < len(found) and (known or all(near(value, depth) for value in others.values())):
-        for name, value in others.items():
+    is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
+    scaled = {name: value for name, value in relative_std.items() if not near(value, 1.0)}
+    if plain and len(scaled) < len(relative_std) and (is_known or all(near(value, depth) for value in scaled.values())):
+        for name, value in scaled.items():
             if not near(value, depth):
                 raise MeasurementError(
                     f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, "
                     f"expected 1 or {depth:.3g} times. This version of transformers draws them by another "
                     'rule: apply(model, initialization="upstream") keeps it.'
                 )
-        for name in others:
+        for name in scaled:
             _multiply(matrices[name], 1.0 / depth)
-            found[name] = 1.0
-    if found and all(near(value, 1.0) for value in found.values()):
+            relative_std[name] = 1.0
+    if relative_std and all(near(value, 1.0) for value in relative_std.values()):
         return "scaled initialization off"
-    return "scaled initialization on" if any(near(value, depth) for value in found.values()) else ""
+    return "scaled initialization on" if any(near(value, depth) for value in relative_std.values()) else ""
 
 
 def _multiply(parameters: list[nn.Parameter], factor: float) -> None:

@@ -39,5 +39,5 @@ _KNOWN = {
 
 def folded(norm: Any) -> type | None:
     """Return the mixin for a norm of known class, or None."""
-    kind = type(norm)
-    return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
+    norm_class = type(norm)
+    return _KNOWN.get(f"{norm_class.__module__}.{norm_class.__qualname__}")

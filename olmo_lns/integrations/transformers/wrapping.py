@@ -45,8 +45,8 @@ def find_models(module: Any) -> None:
         def __getitem__(self: Any, key: Any) -> Any:
             if (stock := getattr(key, "lns_made_of", None)) is None or key in self._extra_content:
                 return original(self, key)
-            found = original(self, stock)
-            return tuple(map(_scheme_class, found)) if isinstance(found, (tuple, list)) else _scheme_class(found)
+            classes = original(self, stock)
+            return tuple(map(_scheme_class, classes)) if isinstance(classes, (tuple, list)) else _scheme_class(classes)
 
         return __getitem__
 
@@ -55,9 +55,9 @@ def find_models(module: Any) -> None:
 
     def keys(original: Callable[..., Any]) -> Callable[..., Any]:
         def made(self: Any) -> Any:
-            found = original(self)  # transformers before 5.0 looks a config up in this list
-            subclasses: list[Any] = [each for stock in found for each in stock.__subclasses__()]
-            return [*found, *(each for each in subclasses if getattr(each, "lns_made_of", None) in found)]
+            classes = original(self)  # transformers before 5.0 looks a config up in this list
+            subclasses: list[Any] = [each for stock in classes for each in stock.__subclasses__()]
+            return [*classes, *(each for each in subclasses if getattr(each, "lns_made_of", None) in classes)]
 
         return made
 
@@ -84,8 +84,8 @@ def _scheme_class(found: Any) -> Any:
     from olmo_lns.integrations.transformers.models import scheme_class
 
     # By name: transformers.modeling_utils may have been reloaded since the class was made.
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(found, "__mro__", ())}
-    return scheme_class(found) if "transformers.modeling_utils.PreTrainedModel" in kinds else found
+    base_names = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(found, "__mro__", ())}
+    return scheme_class(found) if "transformers.modeling_utils.PreTrainedModel" in base_names else found
 
 
 def convert_weights(module: Any) -> None:
@@ -103,7 +103,7 @@ def adapter_targets(module: Any) -> None:
     """Add PEFT's default target modules of each family for ``lns_<type>``."""
     for name, table in vars(module).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
-            table.update({PREFIX + kind: targets for kind, targets in list(table.items())})
+            table.update({PREFIX + model_type: targets for model_type, targets in list(table.items())})
 
 
 def compare_on_resume(module: Any) -> None:
@@ -115,8 +115,9 @@ def compare_on_resume(module: Any) -> None:
     class SaveConfig(module.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            alone = folder.is_dir() and not any((folder / f"{kind}config.json").exists() for kind in ("", "adapter_"))
-            if state.is_world_process_zero and alone:
+            configs = [folder / name for name in ("config.json", "adapter_config.json")]
+            lacks_config = folder.is_dir() and not any(path.exists() for path in configs)
+            if state.is_world_process_zero and lacks_config:
                 model.config.save_pretrained(folder)
 
     def make(train: Callable[..., Any]) -> Callable[..., Any]:
