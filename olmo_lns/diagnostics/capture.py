@@ -54,9 +54,9 @@ class BlockCall:
 
     def repeat(self, block: nn.Module, hidden: torch.Tensor) -> BlockCall:
         """Call ``block`` on another hidden state, with all other arguments unchanged."""
-        own = self.input
-        args = tuple(hidden if value is own else value for value in self.args)
-        kwargs = {name: hidden if value is own else value for name, value in self.kwargs.items()}
+        original = self.input
+        args = tuple(hidden if value is original else value for value in self.args)
+        kwargs = {name: hidden if value is original else value for name, value in self.kwargs.items()}
         return BlockCall(args, kwargs, block(*args, **kwargs))
 
 
@@ -98,20 +98,20 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     :raises LNSError: no logits, or a masked token for OLMo-core's model, which takes no mask.
     """
     target: Any = model
-    how: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
+    options: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
     if isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"):  # OLMo-core
-        if how:
+        if options:
             raise LNSError("OLMo-core's models take no attention mask: give sequences of one length")
-        how |= {} if logits else {"logits_to_keep": 1}
+        options |= {} if logits else {"logits_to_keep": 1}
     elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
-        how |= {} if logits else {"last_logits_only": True}
+        options |= {} if logits else {"last_logits_only": True}
     elif hasattr(model, "base_model"):  # transformers
-        target, how = model if logits else model.base_model, {**how, "use_cache": False}
-    output = target(ids, **how)
-    found = getattr(output, "logits", output)
-    if logits and not isinstance(found, torch.Tensor):
+        target, options = model if logits else model.base_model, {**options, "use_cache": False}
+    output = target(ids, **options)
+    result = getattr(output, "logits", output)
+    if logits and not isinstance(result, torch.Tensor):
         raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")
-    return found
+    return result
 
 
 def evaluated(
@@ -128,11 +128,11 @@ def evaluated(
     tokens = 0
     try:
         for batch in batches:
-            given = {"input_ids": batch} if isinstance(batch, torch.Tensor) else batch
-            ids, mask = given["input_ids"].to(device), given.get("attention_mask")
-            real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
-            tokens += int(real.sum())
-            yield ids, real
+            mapping = {"input_ids": batch} if isinstance(batch, torch.Tensor) else batch
+            ids, mask = mapping["input_ids"].to(device), mapping.get("attention_mask")
+            real_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+            tokens += int(real_tokens.sum())
+            yield ids, real_tokens
     finally:
         for module in training:
             module.training = True
@@ -167,7 +167,7 @@ def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
     logits, predicted = run_model(model, ids, mask, logits=True), mask[:, 1:] & mask[:, :-1]
     # One sequence at a time, since float32 logits of a whole batch can be larger than the model.
     losses = [
-        F.cross_entropy(row[:-1][kept].float(), tokens[1:][kept], reduction="sum")
-        for row, tokens, kept in zip(logits, ids, predicted, strict=True)
+        F.cross_entropy(row[:-1][is_predicted].float(), tokens[1:][is_predicted], reduction="sum")
+        for row, tokens, is_predicted in zip(logits, ids, predicted, strict=True)
     ]
     return torch.stack(losses), predicted.sum(1)

@@ -37,10 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
     for what, measure in MEASURES.items():
         title = measure.title
-        made = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
-        _add_common(made, what)
-        made.set_defaults(tasks=None)
-        add = made.add_argument
+        command = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
+        _add_common(command, what)
+        command.set_defaults(tasks=None)
+        add = command.add_argument
         if what == "layer-drop":
             add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
             add("--task-path", help="folder with your task files")
@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
             add("--seed", type=at_least(0), default=0, help="seed of positions and rows (default %(default)s)")
         else:
             add("--tokens", type=at_least(1), default=measure.tokens, help="tokens to read (default %(default)s)")
-    made = commands.add_parser("compare", help="show results of one or more models in one figure and table")
-    made.add_argument("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
-    made.add_argument("-o", "--output", type=Path, help="figure: .png or .svg")
+    command = commands.add_parser("compare", help="show results of one or more models in one figure and table")
+    command.add_argument("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
+    command.add_argument("-o", "--output", type=Path, help="figure: .png or .svg")
     return parser
 
 
@@ -130,9 +130,9 @@ def _measure(args: argparse.Namespace) -> Measurement:
     if args.tasks:  # first, so that a failed download ends the command early
         from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
 
-        how = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
+        harness_options = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
         lm = harness_model(opened, tokenizer(), args.batch_size)
-        scores = score_tasks(lm, blocks, args.tasks, include_path=args.task_path, **how)
+        scores = score_tasks(lm, blocks, args.tasks, include_path=args.task_path, **harness_options)
     tokens = args.sequences * length if args.what == "jacobian" else args.tokens
     batches: Iterable[Any] = read_batches(
         args.data,
@@ -147,14 +147,15 @@ def _measure(args: argparse.Namespace) -> Measurement:
     if sys.stderr.isatty():
         count = math.ceil(tokens / (length * args.batch_size))
         batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
-    own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
+    jacobian_options = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
     function = pkgutil.resolve_name(f"olmo_lns.diagnostics.{MEASURES[args.what].function}")
-    result: Measurement = function(model, blocks, batches, device, **own)
-    settings = {"device": device, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **own}
+    result: Measurement = function(model, blocks, batches, device, **jacobian_options)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    settings = {"device": device, "dtype": dtype, **jacobian_options}
     settings |= {"sequence_length": length, "batch_size": args.batch_size, "scheme": str(opened.scheme)}
-    found = with_tasks(result, scores) if scores else result
+    complete = with_tasks(result, scores) if scores else result
     label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
-    return replace(found, label=printable(label), model=args.model, data=args.data, settings=settings)
+    return replace(complete, label=printable(label), model=args.model, data=args.data, settings=settings)
 
 
 def vocabulary_of(model: Any) -> int:

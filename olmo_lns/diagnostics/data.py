@@ -64,15 +64,15 @@ def check_source(source: str) -> None:
         raise LNSError(f"--data: {source} is not a file, and a data set needs: pip install datasets")
 
 
-def _sequences(chunks: Iterable[np.ndarray], length: int, left: int | None) -> Iterator[np.ndarray]:
+def _sequences(chunks: Iterable[np.ndarray], length: int, remaining: int | None) -> Iterator[np.ndarray]:
     """Yield the sequences of the chunks until the token limit; the last one may be shorter."""
     rest = np.empty(0, np.int64)
     for chunk in chunks:
-        rest = np.concatenate([rest, chunk[:left].astype(np.int64)])
+        rest = np.concatenate([rest, chunk[:remaining].astype(np.int64)])
         full = len(rest) // length * length
         yield from rest[:full].reshape(-1, length)
         rest = rest[full:]
-        if left is not None and (left := left - len(chunk)) <= 0:
+        if remaining is not None and (remaining := remaining - len(chunk)) <= 0:
             break
     if len(rest):
         yield rest
@@ -81,9 +81,11 @@ def _sequences(chunks: Iterable[np.ndarray], length: int, left: int | None) -> I
 def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
-    recorded = record_of(path).get("dtype", token_dtype)
-    if not numpy_format and recorded != token_dtype:
-        raise LNSError(f"{path}: the record beside it has dtype {recorded}, expected {token_dtype} (see --token-dtype)")
+    record_dtype = record_of(path).get("dtype", token_dtype)
+    if not numpy_format and record_dtype != token_dtype:
+        raise LNSError(
+            f"{path}: the record beside it has dtype {record_dtype}, expected {token_dtype} (see --token-dtype)"
+        )
     try:
         if numpy_format:
             array = np.load(path, mmap_mode="r")
@@ -91,8 +93,8 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
         raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or rewrite it") from None
-    high = array[1:BLOCK:2]  # of ids below a million, in a file of twice the width
-    if not numpy_format and high.size >= 32 and array[:BLOCK].max() > 255 and high.max() < 16:
+    odd_tokens = array[1:BLOCK:2]  # of ids below a million, in a file of twice the width
+    if not numpy_format and odd_tokens.size >= 32 and array[:BLOCK].max() > 255 and odd_tokens.max() < 16:
         raise LNSError(
             f"{path}: every second token is 0 or close to 0: the file seems to have a wider dtype than {token_dtype} "
             "(see --token-dtype)"
@@ -115,8 +117,10 @@ def _texts(source: str, field: str) -> Iterator[str]:
         for number, record in enumerate(_records(source), start=1):
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                found = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise LNSError(f"--data: record {number} has {found}, expected text in {field!r} (see --text-field)")
+                description = sorted(record) if isinstance(record, dict) else type(record).__name__
+                raise LNSError(
+                    f"--data: record {number} has {description}, expected text in {field!r} (see --text-field)"
+                )
             yield text
     except (OSError, ValueError, RuntimeError) as error:  # bad UTF-8 or JSON, errors of the hub
         raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error

@@ -78,10 +78,10 @@ def block_jacobians(
 
 
 def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
-    wanted = rows if rows is not None else (width if width <= EXACT_UP_TO else SAMPLED_ROWS)
-    if wanted >= width:
+    count = rows if rows is not None else (width if width <= EXACT_UP_TO else SAMPLED_ROWS)
+    if count >= width:
         return torch.arange(width)
-    return torch.randperm(width, generator=generator)[:wanted].sort().values
+    return torch.randperm(width, generator=generator)[:count].sort().values
 
 
 def token_jacobian_rows(
@@ -107,23 +107,23 @@ def token_jacobian_rows(
 
 def _summary(rows: torch.Tensor, coordinates: torch.Tensor, tokens: int) -> Measurement:
     """Return the result. :param rows: (blocks, rows, width), the averaged rows of J."""
-    place = torch.arange(len(coordinates))
-    local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
-    own, error = rows[:, place, coordinates], rows.clone()
-    error[:, place, coordinates] -= 1  # |J_i|^2 - 2 J_ii + 1 would cancel near the identity
+    indices = torch.arange(len(coordinates))
+    shown_rows = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
+    diagonal, error = rows[:, indices, coordinates], rows.clone()
+    error[:, indices, coordinates] -= 1  # |J_i|^2 - 2 J_ii + 1 would cancel near the identity
     columns = {
         "identity_distance": (error.square().sum((1, 2)) / len(coordinates)).sqrt().tolist(),
-        "diagonal_dominance": (own.abs() / rows.abs().sum(2).clamp_min(1e-300)).mean(1).tolist(),
-        "diagonal_mean": own.mean(1).tolist(),
+        "diagonal_dominance": (diagonal.abs() / rows.abs().sum(2).clamp_min(1e-300)).mean(1).tolist(),
+        "diagonal_mean": diagonal.mean(1).tolist(),
     }
-    shown = rows[:, local][:, :, coordinates[local]].tolist()
+    heat_maps = rows[:, shown_rows][:, :, coordinates[shown_rows]].tolist()
     details = {
         "method": "exact" if len(coordinates) == rows.shape[2] else "projected",
         "rows": len(coordinates),
         "width": rows.shape[2],
         "coordinates": coordinates.tolist(),
-        "heat_map_coordinates": coordinates[local].tolist(),
-        "heat_maps": [[[float(f"{value:.4g}") for value in row] for row in block] for block in shown],
+        "heat_map_coordinates": coordinates[shown_rows].tolist(),
+        "heat_maps": [[[float(f"{value:.4g}") for value in row] for row in block] for block in heat_maps],
     }
     return Measurement("jacobian", tokens, columns, details)
 

@@ -113,12 +113,12 @@ class Monitor:
 
 def start_file(path: Path, step: int) -> None:
     """Write the header, or keep an existing file's rows up to ``step``; a resumed run measures later rows again."""
-    head = ",".join(COLUMNS)
+    expected_head = ",".join(COLUMNS)
     try:
-        found, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [head]
-        if found != head:
-            raise ValueError(f"found columns {found!r}, expected {head!r}")
-        lines = [head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
+        found_head, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [expected_head]
+        if found_head != expected_head:
+            raise ValueError(f"found columns {found_head!r}, expected {expected_head!r}")
+        lines = [expected_head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "\n".join(lines) + "\n")
     except ValueError as error:  # a step that is not a number, a file that is not text

@@ -115,9 +115,9 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
     values |= {name: [result.settings.get(name) for result in results] for name in MATTERS}
     values["method"] = [result.details.get("method") for result in results]
-    for name, found in values.items():
-        if any(value != found[0] for value in found):
-            log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))
+    for name, column in values.items():
+        if any(value != column[0] for value in column):
+            log.warning("the results differ in %s: %s", name, ", ".join(map(str, column)))
     if len({result.label for result in results}) < len(results):
         return [replace(result, label=printable(path)) for path, result in zip(paths, results, strict=True)]
     return results

@@ -53,9 +53,9 @@ def score_tasks(
 
     @torch.no_grad()
     def evaluate() -> dict[str, dict[str, Any]]:
-        how = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
-        found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
-        return found
+        options = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
+        results: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **options)["results"]
+        return results
 
     runs = [evaluate()]
     for block in blocks:
@@ -70,11 +70,11 @@ def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     keys = [key for key in numbers if "," in key and "_stderr" not in key]
     if not keys:
         raise LNSError(f"task {task} reports no number, expected one of {', '.join(PREFERRED)}")
-    found = next((key for wanted in PREFERRED for key in keys if key.split(",")[0] == wanted), keys[0])
-    name, _, filtered = found.partition(",")
+    key = next((key for wanted in PREFERRED for key in keys if key.split(",")[0] == wanted), keys[0])
+    name, _, filtered = key.partition(",")
     errors = [run.get(f"{name}_stderr,{filtered}") for run in runs]
-    known = [float(error) if isinstance(error, (int, float)) else None for error in errors]
-    return {"metric": name, "score": [float(run[found]) for run in runs], "stderr": known}
+    stderr = [float(error) if isinstance(error, (int, float)) else None for error in errors]
+    return {"metric": name, "score": [float(run[key]) for run in runs], "stderr": stderr}
 
 
 def with_tasks(result: Measurement, scores: Scores) -> Measurement:

@@ -39,28 +39,28 @@ def main(argv: Sequence[str]) -> int:
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH.get(args.dtype)
     kind, scheme = kind_of(folder), parse(args.scheme) if args.scheme else None
-    form = args.format or WRITTEN_AS[kind][0]
-    if form not in WRITTEN_AS[kind]:
-        written = " or ".join(WRITTEN_AS[kind])
-        raise LNSConfigError(f"--format {form}: {folder} is of kind {kind}, which is written as {written}.")
-    if args.tokenizer not in (None, "none") and form != HF:
-        raise LNSConfigError(f"--tokenizer belongs to --format hf; --format {form} stores none. Leave it out.")
-    if dtype is not None and form == MEGATRON:
+    format_name = args.format or WRITTEN_AS[kind][0]
+    if format_name not in WRITTEN_AS[kind]:
+        formats = " or ".join(WRITTEN_AS[kind])
+        raise LNSConfigError(f"--format {format_name}: {folder} is of kind {kind}, which is written as {formats}.")
+    if args.tokenizer not in (None, "none") and format_name != HF:
+        raise LNSConfigError(f"--tokenizer belongs to --format hf; --format {format_name} stores none. Leave it out.")
+    if dtype is not None and format_name == MEGATRON:
         raise LNSConfigError("--dtype is for other formats: Megatron loads weights in the dtype of its own flags.")
     with finished(out) as part:
-        if form == MEGATRON:
+        if format_name == MEGATRON:
             name = megatron.save_folded(folder, part, scheme)
             lines = [f"Megatron torch_dist, {name}: load it with --finetune, without --layernorm-scaling"]
         else:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
-            if trained.is_pre_ln and scheme is None and form == kind:
+            if trained.is_pre_ln and scheme is None and format_name == kind:
                 raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Add --scheme lns if it had one.")
-            made = convert(opened, form, dtype)
-            done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
-            lines = [f"{type(made.model).__name__}: {done}"]
-            lines += [write_tokenizer(part, made, args.tokenizer)] if form == HF else []
-            module_of(form).save(made, part)
+            converted = convert(opened, format_name, dtype)
+            summary = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
+            lines = [f"{type(converted.model).__name__}: {summary}"]
+            lines += [write_tokenizer(part, converted, args.tokenizer)] if format_name == HF else []
+            module_of(format_name).save(converted, part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     print(*lines, "no optimizer state: its moments belong to the unfolded weights", sep="\n")
     print(f"wrote {out}: {size / 1e6:,.1f} MB")

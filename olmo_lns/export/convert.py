@@ -36,13 +36,13 @@ def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Open
     """
     check_finite(opened.model.named_parameters())
     if opened.kind in (HF, MEGATRON):
-        made = huggingface.folded(opened, dtype)
+        converted = huggingface.folded(opened, dtype)
     elif form == HF:
-        made = module_of(opened.kind).to_huggingface(opened, dtype)
+        converted = module_of(opened.kind).to_huggingface(opened, dtype)
     else:
-        made = module_of(opened.kind).folded(opened, dtype)
-    check_finite(made.model.named_parameters())
-    return made
+        converted = module_of(opened.kind).folded(opened, dtype)
+    check_finite(converted.model.named_parameters())
+    return converted
 
 
 @contextmanager
@@ -62,14 +62,14 @@ def finished(out: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
+def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
     """Save the tokenizer of a checkpoint, or the one that was asked for, as transformers does.
 
     :param asked: a ``tokenizer.json``, a folder, a name of the hub, or ``none``.
     :returns: one line that says what was written.
     :raises LNSConfigError: it cannot be loaded, or has more tokens than the model.
     """
-    name = asked or opened.tokenizer
+    name = requested or opened.tokenizer
     if name in (None, "none"):
         return "no tokenizer: give --tokenizer to include one"
     try:

@@ -61,10 +61,10 @@ def auto_class(config: Any) -> str:
 def _loaded(loader: Any, source: Path | None, name: Path, *, complete: bool = False, **how: Any) -> Any:
     """Load a model and check that every weight has its place. :param complete: no weight is left over."""
     with readable(name):
-        model, found = loader.from_pretrained(source, output_loading_info=True, **how)
+        model, loading_info = loader.from_pretrained(source, output_loading_info=True, **how)
     problems = {"is missing": "missing_keys", "has another shape": "mismatched_keys"}
     for problem, key in (problems | ({"has no place": "unexpected_keys"} if complete else {})).items():
-        if names := sorted(map(str, found[key])):
+        if names := sorted(map(str, loading_info[key])):
             what = f"{names[0]} {problem} in {type(model).__name__} ({len(names)} such weights)"
             raise LNSConfigError(f"{name}: {what}. Expected the weights of this model.")
     return model
@@ -84,8 +84,8 @@ def settings(model: Any) -> dict[str, Any]:
 
     values = PretrainedConfig.to_dict(model.config)
     values["model_type"] = str(values["model_type"]).removeprefix("lns_")
-    own = ("lns", "auto_map", "_name_or_path", "name_or_path", "architectures", "transformers_version")
-    return {name: value for name, value in values.items() if not name.startswith(own)}
+    removed = ("lns", "auto_map", "_name_or_path", "name_or_path", "architectures", "transformers_version")
+    return {name: value for name, value in values.items() if not name.startswith(removed)}
 
 
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
@@ -139,8 +139,8 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
     dtype = next(iter(state.values())).dtype
     model = _loaded(loader, None, source, complete=True, config=config, state_dict=state, torch_dtype=dtype).eval()
     if reference is not None:
-        expected, found = (logits(each, prompt(reference)) for each in (reference, model))
-        difference = float((found - expected).abs().max() / expected.abs().max())
+        expected, actual = (logits(each, prompt(reference)) for each in (reference, model))
+        difference = float((actual - expected).abs().max() / expected.abs().max())
         allowed = _SAME if dtype in (torch.float32, torch.float64) else _SAME_ROUNDED
         if not difference <= allowed:
             raise LNSConfigError(
@@ -156,8 +156,8 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     >>> renamed("blocks.0.w_out.weight", {"blocks": "layers", "w_out": "o_proj"})
     'layers.0.o_proj.weight'
     """
-    for ours, theirs in names.items():
-        name = re.sub(rf"(^|\.){re.escape(ours)}(?=\.|$)", rf"\1{theirs}", name)
+    for source_part, target_part in names.items():
+        name = re.sub(rf"(^|\.){re.escape(source_part)}(?=\.|$)", rf"\1{target_part}", name)
     return name
 
 

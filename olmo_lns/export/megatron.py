@@ -85,21 +85,25 @@ class Saved:
         """The run's arguments."""
         return self.common["args"]
 
-    def scheme(self, asked: Scheme | None) -> Scheme:
+    def scheme(self, requested: Scheme | None) -> Scheme:
         """The scheme that the saved arguments name, or ``asked`` where they name none."""
-        own = Settings.of_saved(self.args).scheme
-        if asked is not None and asked.name not in (LNS.name, PRE_LN.name):
-            raise LNSConfigError(f"--scheme {asked}: {self.folder} is Megatron's, which has lns and its exponent only.")
-        if own.is_pre_ln or asked is None or asked == own:
-            return own if asked is None else asked
-        raise LNSConfigError(f"{self.folder} says scheme {own}, --scheme says {asked}. Leave --scheme away.")
+        saved_scheme = Settings.of_saved(self.args).scheme
+        if requested is not None and requested.name not in (LNS.name, PRE_LN.name):
+            raise LNSConfigError(
+                f"--scheme {requested}: {self.folder} is Megatron's, which has lns and its exponent only."
+            )
+        if saved_scheme.is_pre_ln or requested is None or requested == saved_scheme:
+            return saved_scheme if requested is None else requested
+        raise LNSConfigError(
+            f"{self.folder} says scheme {saved_scheme}, --scheme says {requested}. Leave --scheme away."
+        )
 
     def given(self, *names: str) -> Any:
         """The value of an argument that has had several names. A default in its place would be a guess."""
-        found = [getattr(self.args, name) for name in names if getattr(self.args, name, None) is not None]
-        if not found:
+        values = [getattr(self.args, name) for name in names if getattr(self.args, name, None) is not None]
+        if not values:
             raise LNSConfigError(f"{self.folder}: the saved arguments hold no {' or '.join(names)}. Expected one.")
-        return found[0]
+        return values[0]
 
     @property
     def shift(self) -> float:
@@ -142,13 +146,13 @@ def read(folder: Path) -> Saved:
     saved = Saved(folder, common, tensors, [name for name in entries if name not in tensors])
     layers = int(saved.args.num_layers)
     gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
-    found = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
-    foreign = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
-    if found != 2 * layers or foreign:
+    count = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
+    foreign_names = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
+    if count != 2 * layers or foreign_names:
         raise LNSConfigError(
-            f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}; others: "
-            f"{', '.join(foreign[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in every "
-            "layer, no MTP) can be folded."
+            f"{folder}: found {count} block norms in {layers} layers, expected {2 * layers}; others: "
+            f"{', '.join(foreign_names[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in "
+            "every layer, no MTP) can be folded."
         )
     return saved
 
@@ -181,16 +185,18 @@ def _common(folder: Path) -> dict[str, Any]:
     path = folder / COMMON
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    own = {name: name.rpartition(".") for name in names if name.startswith("megatron.core.")}
-    found = {name: getattr(importlib.import_module(module), kind, None) for name, (module, _, kind) in own.items()}
-    safe = _SAFE | {name: kind for name, kind in found.items() if isinstance(kind, enum.EnumMeta)}
-    if foreign := set(names) - set(safe):
+    megatron_names = {name: name.rpartition(".") for name in names if name.startswith("megatron.core.")}
+    classes = {
+        name: getattr(importlib.import_module(module), kind, None) for name, (module, _, kind) in megatron_names.items()
+    }
+    allowed = _SAFE | {name: kind for name, kind in classes.items() if isinstance(kind, enum.EnumMeta)}
+    if unknown := set(names) - set(allowed):
         raise LNSConfigError(
-            f"{path} names the class {min(foreign)}. Expected plain values and enumerations of the installed Megatron "
+            f"{path} names the class {min(unknown)}. Expected plain values and enumerations of the installed Megatron "
             "Core: install the version that wrote the checkpoint."
         )
     # With their names: torch takes off its list again what it was given here, and Megatron has put some on it itself.
-    with torch.serialization.safe_globals([(kind, name) for name, kind in safe.items()]):
+    with torch.serialization.safe_globals([(kind, name) for name, kind in allowed.items()]):
         common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
@@ -248,8 +254,8 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 def _config(saved: Saved) -> dict[str, Any]:
     """The settings of the Llama."""
     args = saved.args
-    found = {name: getattr(args, name) for name in _PLAIN if hasattr(args, name)}
-    if problems := [f"{name}={value!r}" for name, value in found.items() if value not in _PLAIN[name]]:
+    arguments = {name: getattr(args, name) for name in _PLAIN if hasattr(args, name)}
+    if problems := [f"{name}={value!r}" for name, value in arguments.items() if value not in _PLAIN[name]]:
         raise LNSConfigError(f"{saved.folder}: no stock Llama computes this model: {', '.join(problems)}.")
     heads = int(args.num_attention_heads)
     groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
@@ -291,21 +297,23 @@ _NAMES = {
 
 def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights under Llama's names, not folded; a weight that Llama doesn't have keeps Megatron's."""
-    made: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, tensor in saved.weights().items():
         stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
-        for layer, part in enumerate(tensor if stacked else [tensor]):
-            numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.") if stacked else name
-            theirs = huggingface.renamed(numbered, _NAMES)
+        for layer, weight in enumerate(tensor if stacked else [tensor]):
+            numbered_name = name.replace("decoder.layers.", f"decoder.layers.{layer}.") if stacked else name
+            llama_name = huggingface.renamed(numbered_name, _NAMES)
             if name.endswith(("layer_norm_weight", "layernorm.weight")):
-                made[theirs] = part + saved.shift
+                state[llama_name] = weight + saved.shift
             elif name.endswith("linear_qkv.weight"):
-                made |= {theirs.format(x): rows for x, rows in zip("qkv", ungrouped(part, config), strict=True)}
+                projections = zip("qkv", ungrouped(weight, config), strict=True)
+                state |= {llama_name.format(letter): rows for letter, rows in projections}
             elif name.endswith("linear_fc1.weight"):
-                made |= {theirs.format(x): rows for x, rows in zip(("gate", "up"), part.chunk(2), strict=True)}
+                gate, up = weight.chunk(2)
+                state |= {llama_name.format("gate"): gate, llama_name.format("up"): up}
             else:
-                made[theirs] = part
-    return made
+                state[llama_name] = weight
+    return state
 
 
 def ungrouped(qkv: torch.Tensor, config: dict[str, Any]) -> list[torch.Tensor]:

@@ -71,10 +71,10 @@ def _load(model: Any, folder: Path) -> None:
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
             state = model._make_state_dict_compatible(state)[0]
         else:
-            stored = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
+            entries = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
             shards = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in stored.items()
+                for name, entry in entries.items()
                 if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
             }
             load(shards, checkpoint_id=folder / SHARDED, no_dist=True)
@@ -144,20 +144,21 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
     model: Any = opened.model
     config, rms = model.config, base_type(model.config.layer_norm_type) == "rms"
-    found = []  # that 12 random tokens may not show; the rest is measured
+    problems = []  # that 12 random tokens may not show; the rest is measured
     if rms and config.clip_qkv:
-        found.append("clip_qkv, which only Olmo has")
+        problems.append("clip_qkv, which only Olmo has")
     if not rms and config.layer_norm_with_affine:
-        found.append("a LayerNorm with a gain, which no Llama or Olmo has")
+        problems.append("a LayerNorm with a gain, which no Llama or Olmo has")
     if not rms and config.layer_norm_eps != _OLMO_EPS:
-        found.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
-    if found:
+        problems.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
+    if problems:
         raise LNSConfigError(
-            f"{opened.folder}: no stock transformers class computes this model: {'; '.join(found)}. Use --format olmo."
+            f"{opened.folder}: no stock transformers class computes this model: {'; '.join(problems)}. Use --format "
+            "olmo."
         )
     stock = folded(opened, dtype)
-    made = huggingface.build(_config(stock, rms), _renamed(stock.model, rms), opened.folder, stock.model)
-    return replace(stock, model=made, kind=HF, config=huggingface.settings(made))
+    converted = huggingface.build(_config(stock, rms), _renamed(stock.model, rms), opened.folder, stock.model)
+    return replace(stock, model=converted, kind=HF, config=huggingface.settings(converted))
 
 
 def _config(stock: Opened, rms: bool) -> dict[str, Any]:
@@ -189,27 +190,27 @@ def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
     """Return the weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
     from olmo_lns.integrations.olmo.model import blocks_of
 
-    config, held = model.config, model.transformer
+    config, transformer = model.config, model.transformer
     kv = config.effective_n_kv_heads * config.d_model // config.n_heads
-    made = {"model.embed_tokens": held.wte, "model.norm": held.ln_f}
+    modules = {"model.embed_tokens": transformer.wte, "model.norm": transformer.ln_f}
     if not config.weight_tying:
-        made["lm_head"] = held.ff_out
-    result: dict[str, torch.Tensor] = {}
+        modules["lm_head"] = transformer.ff_out
+    state: dict[str, torch.Tensor] = {}
     for index, block in enumerate(blocks_of(model)):
         layer = f"model.layers.{index}"
-        made |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}
-        made |= {f"{layer}.self_attn.o_proj": block.attn_out, f"{layer}.mlp.down_proj": block.ff_out}
+        modules |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}
+        modules |= {f"{layer}.self_attn.o_proj": block.attn_out, f"{layer}.mlp.down_proj": block.ff_out}
         for name, up_and_gate in block.ff_proj.named_parameters():
             up, gate = up_and_gate.detach().chunk(2)
-            result |= {f"{layer}.mlp.up_proj.{name}": up, f"{layer}.mlp.gate_proj.{name}": gate}
+            state |= {f"{layer}.mlp.up_proj.{name}": up, f"{layer}.mlp.gate_proj.{name}": gate}
         if not hasattr(block, "att_proj"):
-            made |= {f"{layer}.self_attn.{part}_proj": getattr(block, f"{part}_proj") for part in "qkv"}
+            modules |= {f"{layer}.self_attn.{part}_proj": getattr(block, f"{part}_proj") for part in "qkv"}
             continue
         for name, fused in block.att_proj.named_parameters():
             parts = fused.detach().split((config.d_model, kv, kv))
-            result |= {f"{layer}.self_attn.{part}_proj.{name}": p for part, p in zip("qkv", parts, strict=True)}
-    for name, module in made.items():
+            state |= {f"{layer}.self_attn.{part}_proj.{name}": p for part, p in zip("qkv", parts, strict=True)}
+    for name, module in modules.items():
         if rms and "norm" in name and module.weight is None:  # Llama's norms have a gain
-            result[f"{name}.weight"] = torch.ones_like(held.wte.weight[0])
-        result |= {f"{name}.{part}": parameter.detach() for part, parameter in module.named_parameters()}
-    return result
+            state[f"{name}.weight"] = torch.ones_like(transformer.wte.weight[0])
+        state |= {f"{name}.{part}": parameter.detach() for part, parameter in module.named_parameters()}
+    return state

@@ -49,10 +49,10 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     if any(block.pop("scale_router", True) is False for block in blocks):  # of development versions
         raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into norms alone.")
     with readable(folder):
-        made = TransformerConfig.from_dict(_with_stock_blocks(values) if scaled else copy.deepcopy(values))
+        model_config = TransformerConfig.from_dict(_with_stock_blocks(values) if scaled else copy.deepcopy(values))
         if scheme is not None and not scheme.is_pre_ln and not any(block.get("_CLASS_") == CLASS for block in blocks):
-            apply(made, scheme.name, **scheme.parameters, initialization="upstream")
-        model = made.build(init_device="cpu")
+            apply(model_config, scheme.name, **scheme.parameters, initialization="upstream")
+        model = model_config.build(init_device="cpu")
         load_model_and_optim_state(str(weights), model)
     data = config.get("dataset") or {}
     tokenizer = data.get("tokenizer") or {}
