@@ -59,14 +59,14 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     problems = []
     for name in args.study:
-        problems += planning.show(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+        problems += planning.print_plan(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
     print("".join(f"PROBLEM: {text}\n" for text in problems), end="")
     return int(bool(problems))
 
 
 def _launch(args: argparse.Namespace) -> int:
     study = replace(Study.load(args.study), gpus=args.gpus, nodes=args.nodes)
-    runs = study.selected(args.only)
+    runs = study.select_runs(args.only)
     if args.run:
         os.environ.update(launch.environment(study, args.out))  # before the configs that read these variables
     planning.compare_arms(study.runs)

@@ -55,16 +55,16 @@ def read_text(path: Path) -> dict[str, Any]:
     return found
 
 
-def resolved(node: Any) -> Any:
+def parse_scalars(node: Any) -> Any:
     """Convert text, or nested text, to JSON's ``true``, ``null`` and numbers; ``no`` and ``010`` stay text.
 
-    >>> resolved({"a": "1e-3", "b": "010", "c": "null"})
+    >>> parse_scalars({"a": "1e-3", "b": "010", "c": "null"})
     {'a': 0.001, 'b': '010', 'c': None}
     """
     if isinstance(node, dict):
-        return {key: resolved(value) for key, value in node.items()}
+        return {key: parse_scalars(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [resolved(value) for value in node]
+        return [parse_scalars(value) for value in node]
     if node in ("", "~"):
         return None
     try:
@@ -79,26 +79,26 @@ def read(path: Path) -> dict[str, Any]:
 
     :raises LNSConfigError: errors of :func:`read_text`.
     """
-    found: dict[str, Any] = resolved(read_text(path))
+    found: dict[str, Any] = parse_scalars(read_text(path))
     return found
 
 
-def needed(path: Path) -> list[str]:
+def required_variables(path: Path) -> list[str]:
     """Return the variables without a default that a file reads."""
     found = VARIABLE.findall(path.read_text(encoding="utf-8"))
     return list(dict.fromkeys(name for name, default in found if not default))
 
 
-def filled(node: Any, where: str, *, placeholder: bool = False) -> Any:
+def fill_variables(node: Any, where: str, *, placeholder: bool = False) -> Any:
     """Replace the variables in text or nested text.
 
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
     :raises LNSConfigError: an unset variable without a default.
     """
     if isinstance(node, dict):
-        return {key: filled(value, where, placeholder=placeholder) for key, value in node.items()}
+        return {key: fill_variables(value, where, placeholder=placeholder) for key, value in node.items()}
     if isinstance(node, list):
-        return [filled(value, where, placeholder=placeholder) for value in node]
+        return [fill_variables(value, where, placeholder=placeholder) for value in node]
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
@@ -145,13 +145,13 @@ def pack_names() -> list[str]:
     return sorted(str(path) for path in found if "__pycache__" not in path.parts)
 
 
-def located(name: str | Path, kind: str) -> Path:
+def locate(name: str | Path, kind: str) -> Path:
     """Return a file by its path, or by its name in the pack: ``paper``, ``60M-lns``; an existing path comes first.
 
     :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
     :raises LNSConfigError: no such file.
 
-    >>> located("paper", "study").name
+    >>> locate("paper", "study").name
     'paper.yaml'
     """
     for path in (Path(name), Path(f"{name}.yaml")):  # a local copy comes before the pack's file
@@ -165,7 +165,7 @@ def located(name: str | Path, kind: str) -> Path:
     raise LNSConfigError(f"{name}: no such file here or in the pack, which has {known}")
 
 
-def pack_copy(name: str, out: Path) -> Path:
+def copy_from_pack(name: str, out: Path) -> Path:
     """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
 
     :param out: a folder that exists, or the new name.
@@ -173,7 +173,7 @@ def pack_copy(name: str, out: Path) -> Path:
     """
     source = pack_folder() / name
     if not source.is_dir():
-        source = located(name, "")
+        source = locate(name, "")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
@@ -191,18 +191,18 @@ def config(argv: Sequence[str] | None = None) -> int:
     copying.add_argument("name")
     copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
     args = parser.parse_args(argv)
-    print("\n".join(pack_names()) if args.command == "list" else pack_copy(args.name, args.out))
+    print("\n".join(pack_names()) if args.command == "list" else copy_from_pack(args.name, args.out))
     return 0
 
 
-def script(word: str) -> str:
+def script_path(word: str) -> str:
     """Return a script's path here or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
     here = [path for path in (Path(word), pack_folder().parent / word) if path.is_file()]
     return os.path.abspath(here[0]) if here else word
 
 
 @contextmanager
-def only_one(lock: Path, problem: str) -> Iterator[int]:
+def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
     """Hold a lock file until the block and every process that inherited its descriptor have ended.
 
     :raises LNSError: another process holds the lock; the message is ``problem``.

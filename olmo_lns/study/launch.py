@@ -18,7 +18,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect import attempts, curve_of, other_run
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 
 #: Number of lines that a launch shows of a failed run's log.
@@ -34,10 +34,10 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     :raises LNSConfigError: the run's GPUs do not divide its batch.
     """
     nodes, nproc = study.layout(run)
-    if problem := run.shape.problem(nodes * nproc):
+    if problem := run.shape.batch_problem(nodes * nproc):
         raise LNSConfigError(f"run {run.name}: {problem}")
-    own = run.engine.words(run, (out / run.name).resolve())
-    words = ["-m", "olmo_lns", files.script(study.launch.command), *own, *study.launch.args]
+    own = run.engine.arguments(run, (out / run.name).resolve())
+    words = ["-m", "olmo_lns", files.script_path(study.launch.command), *own, *study.launch.args]
     if nproc == nodes == 1:
         return [python, *words]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
@@ -58,7 +58,7 @@ def environment(study: Study, out: Path) -> dict[str, str]:
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)
     if study.data:
-        data = out / "data" if study.data in BUILT else study.path.parent / study.data
+        data = out / "data" if study.data in CORPUS_BUILDERS else study.path.parent / study.data
         extra[study.engine.data_variable] = str(data.resolve())
     return extra
 
@@ -82,7 +82,7 @@ def check(study: Study) -> None:
     """
     check_environment()
     script = study.launch.command
-    if script != "train" and not os.path.isfile(files.script(script)):
+    if script != "train" and not os.path.isfile(files.script_path(script)):
         raise LNSConfigError(
             f"{study.path}: launch.command {script!r} is not a file here: run the command in the framework's checkout, "
             "or give the script's path"
@@ -110,12 +110,12 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
                 f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
                 "--slurm FOLDER, or give --nodes 1"
             )
-        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
+        if missing := [name for name in files.required_variables(run.config) if not given.get(name)]:
             raise LNSConfigError(f"run {run.name}: {run.config} reads {missing[0]}, not set: export {missing[0]}=…")
     out.mkdir(parents=True, exist_ok=True)
-    with files.only_one(out / ".lock", f"{out}: another launch of this study is running") as lock:
-        if study.data in BUILT:
-            BUILT[study.data](out / "data")
+    with files.exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
+        if study.data in CORPUS_BUILDERS:
+            CORPUS_BUILDERS[study.data](out / "data")
         todo, before = _unfinished(runs, out), signal.signal(signal.SIGTERM, stop)
         try:
             return sum(_failed(study, run, out, lock) for run in todo)
@@ -130,7 +130,7 @@ def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
         if problem := other_run(run, out / run.name):
             raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
         curve = curve_of(out / run.name)
-        if curve is not None and curve.done:
+        if curve is not None and curve.is_done:
             print(f"{run.name}: done", flush=True)
         else:
             todo.append(run)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from olmo_lns.study.arms import ARMS, BASELINE
 from olmo_lns.study.collect import COMPLETE
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study, published
 
 
@@ -136,7 +136,7 @@ def figure(study: Study, every: pd.DataFrame, path: Path) -> None:
         mean, spread, style = by.loss.mean(), by.loss.std().fillna(0), ARMS[arm]
         at = by.parameters.first()
         axes.errorbar(at, mean, spread, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
-    for point in [] if study.data in BUILT else published()["points"]:
+    for point in [] if study.data in CORPUS_BUILDERS else published()["points"]:
         for style in (ARMS["preln"], ARMS["lns"]):
             axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")
         axes.annotate(f"{point['label']} (hollow)", (point["parameters"], point["preln"]), fontsize=7, ha="center")

@@ -9,7 +9,7 @@ from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import JOB, check, command, environment, quoted
 from olmo_lns.study.planning import GPU, planned_hours
@@ -51,7 +51,7 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
 
     :raises LNSConfigError: the study's data are built on one machine.
     """
-    if study.data in BUILT:
+    if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(
             f"{study.path}: data: {study.data} is for one machine; give your data's folder, or remove the key"
         )
@@ -93,7 +93,7 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     if (container := study.launch.container) is None:
         return ""
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
-    if (script := Path(files.script(study.launch.command))).is_file():
+    if (script := Path(files.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
     data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
     mounts = data + shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))

@@ -169,10 +169,10 @@ def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
     logs = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     right = -logs[batch["label_mask"][:, 1:]].mean().item()
     assert by_row.mean().item() < 0.8 * right
-    assert by_row.mean().item() * OLMO.padding(settings) == pytest.approx(right, rel=1e-6)
+    assert by_row.mean().item() * OLMO.heldout_correction(settings) == pytest.approx(right, rel=1e-6)
     evaluator["subset_num_batches"] = 2
     with pytest.raises(LNSConfigError, match="expected all rows with label masks"):
-        OLMO.padding(settings)
+        OLMO.heldout_correction(settings)
     settings["evaluators"] = [{"label": "heldout", "data": {"label_mask_paths": ["/nowhere.mask"]}}]
     with pytest.raises(LNSConfigError, match=r"no label mask /nowhere.mask"):
-        OLMO.padding(settings)
+        OLMO.heldout_correction(settings)

@@ -156,7 +156,7 @@ def _index(result: Data) -> int:
     return len(index.document_indices) - 1
 
 
-def held_out(path: Path) -> bool:
+def is_heldout(path: Path) -> bool:
     """Return true for a held-out file, by its folder or the start of its name."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
@@ -170,7 +170,7 @@ def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> 
         for problem in result.problems:
             print(f"{result.path}: PROBLEM: {problem}")
     # OLMo drops the end of a file that does not fill a sequence; padding has no label; held-out text is not trained on.
-    trained = [r for r in results if not r.problems and not held_out(r.path)]
+    trained = [r for r in results if not r.problems and not is_heldout(r.path)]
     sequences = sum(r.tokens // sequence for r in trained)
     usable = sum(r.tokens // sequence * sequence if r.labels is None else r.labels for r in trained)
     kinds, bad = {result.dtype for result in results}, sum(bool(result.problems) for result in results)

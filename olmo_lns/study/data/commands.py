@@ -11,7 +11,7 @@ from olmo_lns.arguments import Parser, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.files import located
+from olmo_lns.study.files import locate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
 
-    files = read_list(located(args.list, "data"))
+    files = read_list(locate(args.list, "data"))
     if min(args.tokens, args.heldout) <= 0:
         raise LNSConfigError("--tokens and --heldout: expected numbers above 0")
     heldout = {name: url for name, url in files.items() if name.startswith(HELDOUT)}

@@ -119,7 +119,7 @@ DOLMA = SimpleNamespace(
     files="*.npy",
 )
 #: ``data:`` of a description -> the function that writes this corpus into a folder.
-BUILT: dict[str, Callable[[Path], Path]] = {
+CORPUS_BUILDERS: dict[str, Callable[[Path], Path]] = {
     "demo": build,
     "packages": partial(build, packages=PACKAGES),
 }

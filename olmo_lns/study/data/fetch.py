@@ -14,7 +14,7 @@ from pathlib import Path
 import requests
 
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.study.files import only_one
+from olmo_lns.study.files import exclusive_lock
 
 CHUNK = 1 << 20  # bytes
 WIDTH = 2  # bytes of a token: uint16
@@ -49,7 +49,7 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
     out.mkdir(parents=True, exist_ok=True)
     busy = f"{out}: another fetch writes into this folder: wait until it ends"
-    with only_one(out / ".fetch.lock", busy), requests.Session() as session:
+    with exclusive_lock(out / ".fetch.lock", busy), requests.Session() as session:
         session.headers["Accept-Encoding"] = "identity"
         for name, url in files.items():
             try:

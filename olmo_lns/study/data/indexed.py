@@ -12,7 +12,7 @@ from typing import Sequence
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data.check import CHUNK, Data, check_file, find, held_out
+from olmo_lns.study.data.check import CHUNK, Data, check_file, find, is_heldout
 
 
 def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | None, vocabulary: int | None) -> str:
@@ -23,7 +23,7 @@ def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | N
     :returns: the line ``export MEGATRON_DATA=…`` with all pairs.
     :raises LNSConfigError: a bad file, or a path that Megatron would split.
     """
-    memmaps = [path for path in find(paths) if path.suffix == ".npy" and not held_out(path)]
+    memmaps = [path for path in find(paths) if path.suffix == ".npy" and not is_heldout(path)]
     if not memmaps:
         raise LNSConfigError(f"no *.npy to train on in {', '.join(map(str, paths))}")
     root, out = Path(os.path.commonpath([path.parent.absolute() for path in memmaps])), out.resolve()
