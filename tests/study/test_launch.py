@@ -137,8 +137,8 @@ def test_no_script_is_written_where_one_cannot_be(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
-        ("OLMO_LNS_INITIALIZATION", "upstream", "each arm sets its own scheme and initialization"),
+        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="),
+        ("OLMO_LNS_INITIALIZATION", "upstream", "would change the initialization of the arms"),
     ],
 )
 def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, variable, value, message):
