@@ -100,9 +100,9 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--pad": "70000"}, "--pad '70000': .* ids end at 256"),
-        ({"--eos": "</s>"}, "--eos '</s>': not a token of this tokenizer"),
-        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, none of OLMo's"),
+        ({"--pad": "70000"}, "--pad '70000': .* an id up to 256"),
+        ({"--eos": "</s>"}, "--eos '</s>': expected a token of this tokenizer"),
+        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, not a tokenizer of OLMo"),
     ],
     ids=lambda value: str(value)[:20],
 )
