@@ -185,9 +185,8 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
         raise LNSConfigError(
             f"run {run.name}: the log counts to {curve.total_steps} steps, the study's config to {shape.steps}"
         )
-    loss, points, status = None, 0, INCOMPLETE if curve.losses else MISSING
-    if curve.is_done:
-        (loss, points), status = curve.final(study.final_fraction), COMPLETE
+    loss, points = curve.final(study.final_fraction) if curve.is_done else (None, 0)
+    status = COMPLETE if curve.is_done else INCOMPLETE if curve.losses else MISSING
     heldout = curve.heldout.get(curve.total_steps or -1)
     if heldout is not None:  # nats per token with a label
         heldout *= run.engine.heldout_correction(saved or run.settings)

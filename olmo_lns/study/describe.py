@@ -60,9 +60,8 @@ class _Strict(BaseModel):
 
 
 class Container(_Strict):
-    """Container for the training processes of a Slurm job.
+    """Container for the training processes of a Slurm job. :param image: a ``.sif`` runs by Apptainer, others by Pyxis.
 
-    :param image: a ``.sif`` runs by Apptainer, any other image by Pyxis.
     :param mounts: folders of the host, such as ``/data`` or ``/data:/inside``.
     """
 
@@ -167,9 +166,7 @@ class Study:
         return list(dict.fromkeys(run.arm for run in self.runs))
 
     def layout(self, run: Run) -> tuple[int, int]:
-        """Return the number of nodes of a run and the number of GPUs in a node.
-
-        The requested numbers take precedence over the description's.
+        """Return the number of nodes of a run and of GPUs in a node; requested numbers take precedence.
 
         :raises LNSConfigError: GPUs that do not fill the nodes evenly.
         """
@@ -182,9 +179,7 @@ class Study:
         return nodes, self.gpus // nodes
 
     def select_runs(self, only: Iterable[str] | None) -> list[Run]:
-        """Return the runs whose names begin with one of the prefixes ``only``; None returns all runs.
-
-        A prefix consists of whole parts of a name: ``7B`` or ``7B-preln``. It may omit the learning rate.
+        """Return the runs whose names begin with one of the prefixes ``only``, such as ``7B`` or ``7B-preln``.
 
         :raises LNSConfigError: a prefix that no run's name begins with.
         """
@@ -268,10 +263,7 @@ def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
 def _run(
     path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, settings: dict[str, Any], rate: str | None
 ) -> Run:
-    """Return a run with the config file of its arm, or with a stock file and the settings of the arm.
-
-    The file is searched relative to the description, then in the pack.
-    """
+    """Return a run with the config file of its arm, local or in the pack; else a stock file with its settings."""
 
     def config_file(arm: str) -> Path:
         name = pattern.replace("{size}", size).replace("{arm}", arm)

@@ -56,9 +56,7 @@ def read_text(path: Path) -> dict[str, Any]:
 
 
 def parse_scalars(node: Any) -> Any:
-    """Convert text, also in nested lists and mappings, to JSON's numbers, booleans and null.
-
-    Text that is not JSON stays text, such as ``no`` and ``010``.
+    """Convert text, also in lists and mappings, to JSON's numbers, booleans and null; ``no`` and ``010`` stay text.
 
     >>> parse_scalars({"a": "1e-3", "b": "010", "c": "null"})
     {'a': 0.001, 'b': '010', 'c': None}
@@ -94,8 +92,7 @@ def required_variables(path: Path) -> list[str]:
 def fill_variables(node: Any, source: str, *, placeholder: bool = False) -> Any:
     """Replace the environment variables in text, also in nested lists and mappings.
 
-    :param source: name of the text in an error. :param placeholder: replace an unset variable by ``/NAME-is-not-set``
-        instead of raising an error.
+    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of raising an error.
     :raises LNSConfigError: an unset variable without a default.
     """
     if isinstance(node, dict):
@@ -151,8 +148,7 @@ def pack_names() -> list[str]:
 def locate(name: str | Path, kind: str) -> Path:
     """Return the path of a file, given by its path or by its name in the pack, such as ``paper`` or ``60M-lns``.
 
-    :param kind: folder of the pack for a name, such as ``study``; ``""`` for names with a folder, such as
-        ``study/paper``.
+    :param kind: folder of the pack, such as ``study``; ``""`` for names with a folder, such as ``study/paper``.
     :raises LNSConfigError: no such file.
 
     >>> locate("paper", "study").name
@@ -212,9 +208,8 @@ def script_path(name: str) -> str:
 def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
     """Hold a lock file until the block and all processes with its descriptor have ended.
 
-    :param problem: message if another process holds the lock.
     :returns: file descriptor of the lock, for child processes.
-    :raises LNSError: another process holds the lock.
+    :raises LNSError: another process holds the lock; the message is ``problem``.
     """
     with lock.open("w") as file:
         try:

@@ -76,8 +76,7 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
         parts.append(f"Arms that change more than one thing: {'; '.join(labels)}.")
     if runs.rate.notna().any():
         parts.append("Each arm is at its best rate. These losses chose the rate, which favours each arm slightly.")
-        by_rate = runs.groupby(["group", "rate", "arm"]).loss.apply(_format_mean)
-        losses = by_rate.unstack("arm")
+        losses = runs.groupby(["group", "rate", "arm"]).loss.apply(_format_mean).unstack("arm")
         arms = [arm for arm in study.arms if arm in losses]
         table = losses[arms].fillna("–").sort_index()
         rows = [[group, f"{rate:g}", *cells] for (group, rate), *cells in table.itertuples()]

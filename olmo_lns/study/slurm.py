@@ -83,11 +83,8 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
         "open-mode": "append",
         **study.launch.sbatch,
     }
-    return "\n".join(
-        f"#SBATCH --{key}" + ("" if value == "true" else f"={value}")
-        for key, value in options.items()
-        if value not in (None, "false")
-    )
+    used = {key: value for key, value in options.items() if value not in (None, "false")}
+    return "\n".join(f"#SBATCH --{key}" + ("" if value == "true" else f"={value}") for key, value in used.items())
 
 
 def _container(study: Study, runs: Sequence[Run], out: Path) -> str:

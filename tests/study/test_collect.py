@@ -105,14 +105,8 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
     for changed, message in (
         ({"model.layer_norm_type": "rms"}, "b-lns-s1 is not its arm: model.layer_norm_type='rms'"),
         ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight"),
-        (
-            {"global_train_batch_size": 16},
-            "other settings: global_train_batch_size is 16 in the folder, 8 in this study",
-        ),
-        (
-            {"optimizer.learning_rate": 2e-3},
-            "other settings: optimizer.learning_rate is 0.002 in the folder, 0.001 in this study",
-        ),
+        ({"global_train_batch_size": 16}, "settings: global_train_batch_size is 16 in the folder, 8 in this study"),
+        ({"optimizer.learning_rate": 2e-3}, "optimizer.learning_rate is 0.002 in the folder, 0.001 in this study"),
         ({"data.paths": ["/elsewhere.npy"]}, "differ in more than the arm: data.paths"),
     ):
         built.finish("b-lns-s1", 2.3, **changed)

@@ -129,9 +129,8 @@ def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
     assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
     run = study.runs[1]
     assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln_scaled_init.yaml"
-    assert run.settings["layernorm_scaling_exponent"] == 0.3 and "no_scaled_init" not in run.engine.arguments(
-        run, tmp_path
-    )
+    assert run.settings["layernorm_scaling_exponent"] == 0.3
+    assert "no_scaled_init" not in run.engine.arguments(run, tmp_path)
     compare_arms(study.runs)
     assert study.runs[2].config.name == "60M-lns.yaml"
 

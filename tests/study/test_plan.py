@@ -49,9 +49,7 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     assert shape.parameters == OLMO.count(Path(), config) == model.num_params()
     # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward
     # pass. Ours leaves this lookup out, and counts a tied embedding as the head.
-    more = (0 if shape.has_tied_embeddings else 4 * shape.embedding_parameters) + (
-        -2 * shape.embedding_parameters if shape.has_tied_embeddings else 0
-    )
+    more = (-2 if shape.has_tied_embeddings else 4) * shape.embedding_parameters
     per_token = model.num_fwd_flops + model.num_bck_flops
     assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
 

@@ -41,8 +41,6 @@ class Data:
 def find(paths: Iterable[Path]) -> list[Path]:
     """Return files as they are, and all ``*.npy`` (OLMo) and ``*.bin`` (Megatron) in folders. No file is repeated.
 
-    Folders may have links. An ``.idx`` stands for its ``.bin``.
-
     :raises LNSConfigError: a path that does not exist, or folders without data.
     """
     files: dict[str, Path] = {}
@@ -69,9 +67,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Return the record that ``data prepare`` wrote beside a file, or an empty one.
-
-    The record of ``NAME.npy`` and ``NAME-00000.npy`` is ``NAME.json``.
+    """Return the record ``NAME.json`` that ``data prepare`` wrote beside ``NAME-00000.npy``; empty without a record.
 
     :raises LNSConfigError: a record that cannot be read.
     """
@@ -105,8 +101,7 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
             if file.read(len(NUMPY_HEADER)) == NUMPY_HEADER:
                 raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
         _check_tokens(result, vocabulary or int(record.get("vocabulary", DOLMA.vocabulary)))
-        mask = path.with_suffix(".mask")
-        if mask.is_file():
+        if (mask := path.with_suffix(".mask")).is_file():
             if (positions := mask.stat().st_size) != result.tokens:
                 raise LNSConfigError(f"{mask.name} has {positions:,} positions, the file {result.tokens:,} tokens")
             result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
@@ -181,8 +176,7 @@ def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> 
     sequences = sum(data.tokens // sequence for data in training)
     tokens = sum(data.tokens // sequence * sequence if data.labels is None else data.labels for data in training)
     problems = sum(bool(result.problems) for result in results)
-    dtypes = sorted({result.dtype for result in results})
-    if len(dtypes) > 1:
+    if len(dtypes := sorted({result.dtype for result in results})) > 1:
         print(f"PROBLEM: more than one dtype: {', '.join(dtypes)}; expected one for a config")
         problems += 1
     totals = f"{tokens:,} tokens to train on in {sequences:,} sequences of {sequence}"

@@ -70,8 +70,7 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
 
     The ``.npy`` files are flat uint16 memmaps without a header, as OLMo reads them.
 
-    :param packages: packages whose sources follow Python's.
-    :returns: the absolute path of the folder.
+    :param packages: packages whose sources follow Python's. :returns: the absolute path of the folder.
     :raises LNSConfigError: a Python without sources, or a package that is not installed.
     """
     folder = Path(folder).absolute()

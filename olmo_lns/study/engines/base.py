@@ -55,8 +55,7 @@ class Shape:
         kv_size = self.hidden_size * self.kv_heads // self.heads
         block = self.hidden_size * (2 * self.hidden_size + 2 * kv_size + 3 * self.ffn_hidden_size)
         norms = (2 * self.layers + 1) * self.hidden_size if self.has_norm_weight else 0
-        embeddings = self.embedding_parameters * (1 if self.has_tied_embeddings else 2)
-        return embeddings + self.layers * block + norms
+        return self.embedding_parameters * (1 if self.has_tied_embeddings else 2) + self.layers * block + norms
 
     @property
     def tokens_per_step(self) -> int:
@@ -68,9 +67,9 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Training FLOPs: ``6 N D`` plus attention ``12 L d s D``, the convention of most published MFU figures.
+        """Training FLOPs by the convention of most published MFU figures: ``6 N D`` plus attention ``12 L d s D``.
 
-        N has the head but not the input embedding, which is a lookup. The attention matrix is full, not causal.
+        N includes the head but not the input embedding (a lookup); the attention matrix is full (non-causal).
         """
         n = self.parameters if self.has_tied_embeddings else self.parameters - self.embedding_parameters
         return (6 * n + 12 * self.layers * self.hidden_size * self.sequence_length) * float(self.tokens)
@@ -176,10 +175,7 @@ class Engine(Protocol):
 
 
 def dot_list(settings: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value`` arguments for OLMo and OLMo-core, which read values as YAML.
-
-    Text that YAML would change is quoted.
-    """
+    """Return ``key=value`` arguments for OLMo and OLMo-core. Text that YAML would change is quoted."""
 
     def to_yaml(value: Any) -> str:
         is_plain_text = isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value)

@@ -1,8 +1,7 @@
 """The Megatron-LM engine: configs of Megatron's flags, its parser, the arguments that it prints.
 
 A config is a YAML file. A key is a flag without its dashes. ``true`` is a flag without a value, ``false`` and ``null``
-omit the flag, and a list gives several values. Megatron's own ``--yaml-cfg`` has another format; its example does not
-parse.
+omit the flag, and a list gives several values. Megatron's ``--yaml-cfg`` reads another format; its example fails.
 """
 
 from __future__ import annotations
