@@ -60,9 +60,9 @@ class _Strict(BaseModel):
 
 
 class Container(_Strict):
-    """Container for the training processes of a Slurm job. :param image: a ``.sif`` runs by Apptainer, others by Pyxis.
+    """Container of a Slurm job.
 
-    :param mounts: folders of the host, such as ``/data`` or ``/data:/inside``.
+    :param image: a ``.sif`` runs by Apptainer, others by Pyxis. :param mounts: folders, ``/data`` or ``/data:/inside``.
     """
 
     image: Text

@@ -146,7 +146,7 @@ def pack_names() -> list[str]:
 
 
 def locate(name: str | Path, kind: str) -> Path:
-    """Return the path of a file, given by its path or by its name in the pack, such as ``paper`` or ``60M-lns``.
+    """Find a file by its path, or by its name in the pack, such as ``paper`` or ``60M-lns``.
 
     :param kind: folder of the pack, such as ``study``; ``""`` for names with a folder, such as ``study/paper``.
     :raises LNSConfigError: no such file.
@@ -190,7 +190,7 @@ def config(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="the files of the pack")
     copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study'")
     copying.add_argument("name")
-    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: this folder)")
     args = parser.parse_args(argv)
     print("\n".join(pack_names()) if args.command == "list" else copy_from_pack(args.name, args.out))
     return 0

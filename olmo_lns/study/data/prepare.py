@@ -69,7 +69,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _token_id(tokenizer: Any, token: str, flag: str) -> int:
-    """Return the id of a token, which is given as text or as its id."""
+    """Return the id of a token from its text or its id."""
     highest_id = max(tokenizer.get_vocab().values())
     token_id = int(token) if token.isdecimal() else tokenizer.token_to_id(token)
     if token_id is None or token_id > highest_id:
