@@ -66,9 +66,8 @@ def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[
             continue
         flag = "--" + key.replace("_", "-")
         flags.append(flag)
-        if value is True:
-            continue
-        for item in map(str, _as_list(value)):
+        values = [] if value is True else _as_list(value)
+        for item in map(str, values):
             text = fill_variables(item, flag, placeholder=placeholder)
             # A variable may hold several words, as for --data-path.
             flags += shlex.split(text) if VARIABLE.fullmatch(item) else [text]
