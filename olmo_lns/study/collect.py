@@ -108,7 +108,7 @@ def attempts(folder: Path) -> list[Path]:
 def curve_of(folder: Path) -> Curve | None:
     """Return the losses of all attempts of a run; None without a log.
 
-    A log is read up to its last whole line, because a kill may cut a number.
+    A log is read up to its last complete line, because a kill may cut a number.
 
     :raises LNSConfigError: errors of :meth:`Curve.add_line`, with the log's name.
     """
@@ -134,10 +134,8 @@ def other_run(run: Run, folder: Path) -> str | None:
     for key in (*engine.shape_keys.values(), *engine.rate_keys, *run.overrides):
         value = run.settings.get(key)
         if key in saved and engine.compared_keys.match(key) and str(saved[key]) != str(value):
-            return (
-                f"{folder}: found a run with other settings: {key} is {saved[key]!r} in the folder, "
-                f"{value!r} in this study"
-            )
+            difference = f"{key} is {saved[key]!r} in the folder, {value!r} in this study"
+            return f"{folder}: found a run with other settings: {difference}"
     return None
 
 

@@ -111,9 +111,8 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
                 "--slurm FOLDER, or give --nodes 1"
             )
         if missing := [name for name in files.required_variables(run.config) if not variables.get(name)]:
-            raise LNSConfigError(
-                f"run {run.name}: {run.config} reads {missing[0]}, which is not set: export {missing[0]}=…"
-            )
+            problem = f"{run.config} reads {missing[0]}, which is not set"
+            raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…")
     out.mkdir(parents=True, exist_ok=True)
     with files.exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
         if study.data in CORPUS_BUILDERS:

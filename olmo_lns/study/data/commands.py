@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: of the record, else uint16)"
         )
         command.add_argument("--vocab-size", type=int, help=f"default: of the record, else {DOLMA.vocabulary}")
-        command.add_argument(
-            "--eos", type=int, help=f"end of document (default: of the record, else {DOLMA.eos}); -1 for none"
-        )
+        command.add_argument("--eos", type=int, help=f"end of document, -1: none (default: the record's, {DOLMA.eos})")
     args = parser.parse_args(argv)
     return {"check": _check, "fetch": _fetch, "prepare": prepare.run, "megatron": _megatron}[args.command](args)
 

@@ -119,7 +119,4 @@ DOLMA = SimpleNamespace(
     files="*.npy",
 )
 #: Value of ``data:`` in a description -> the function that writes the corpus into a folder.
-CORPUS_BUILDERS: dict[str, Callable[[Path], Path]] = {
-    "demo": build,
-    "packages": partial(build, packages=PACKAGES),
-}
+CORPUS_BUILDERS: dict[str, Callable[[Path], Path]] = {"demo": build, "packages": partial(build, packages=PACKAGES)}
