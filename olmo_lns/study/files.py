@@ -198,10 +198,8 @@ def config(argv: Sequence[str] | None = None) -> int:
 
 def script_path(name: str) -> str:
     """Return the absolute path of a script, local or in the pack (``configs/olmo_core/train.py``), or ``name``."""
-    for path in (Path(name), pack_folder().parent / name):
-        if path.is_file():
-            return os.path.abspath(path)
-    return name
+    paths = [path for path in (Path(name), pack_folder().parent / name) if path.is_file()]
+    return os.path.abspath(paths[0]) if paths else name
 
 
 @contextmanager

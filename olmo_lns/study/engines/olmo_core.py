@@ -189,8 +189,5 @@ class OLMoCoreEngine(Engine):
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         paths = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
-        if not paths:
-            return {}
-        settings = self.settings(json.loads(paths[-1].read_text(encoding="utf-8")))
-        settings.pop("trainer.load_path", None)
-        return settings
+        settings = self.settings(json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else {}
+        return {key: value for key, value in settings.items() if key != "trainer.load_path"}
