@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C
     try:
-        with files.only_one(out / ".lock", f"{out}: another demo is running there") as lock:
+        with files.exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
             build(out / "data")
             train(study, out, lock)
             found = [

@@ -206,7 +206,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     settings.refuse_disabled()
     register()
-    found = files.located(str(path), "olmo")
+    found = files.locate(str(path), "olmo")
     try:
         return TrainConfig.load(found, [clean_opt(text) for text in overrides])
     except (OLMoConfigurationError, AttributeError, TypeError) as error:  # some keys are read before they are checked

@@ -181,7 +181,7 @@ def render() -> dict[Path, str]:
     files = {ROOT / "olmo" / "llama-c4" / f"{size.name}.yaml": fill("olmo-llama-c4", size=size) for size in LLAMAS}
     for size, arm in product(SIZES, map(arm_named, PACK)):
         for engine in (OLMO, OLMO_CORE, MEGATRON):
-            settings, folder = engine.arm(arm), engine.name.replace("-", "_")
+            settings, folder = engine.arm_overrides(arm), engine.name.replace("-", "_")
             if settings is not None and (engine is not OLMO_CORE or arm.initialization == "plain"):
                 file = ROOT / folder / f"{size.name}-{arm.name}.yaml"
                 files[file] = fill(folder, size=size, arm=arm, settings=settings)

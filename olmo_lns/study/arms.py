@@ -1,7 +1,7 @@
-"""The table of the compared arms.
+"""The table of arms.
 
-An arm is a scheme with an initialization; the framework's settings follow from the two.
-A new arm is one line of the table, one :func:`define` at run time, or a scheme's spelling in a description.
+An arm is a scheme with an initialization, from which each engine derives the settings of its framework. There are three
+ways to add an arm: a row of the table, :func:`define` at run time, or the spelling of a scheme in a description.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BASELINE = "preln"
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm. :param name: lower-case letters, digits and ``_``, for files and folders. :param label: for tables.
+    """An arm of a study.
 
-    :param colour: matplotlib name, as ``line`` and ``marker``.
+    :param name: lower-case letters, digits, ``_`` and ``.``, for files and folders. :param label: name in tables.
+    :param colour, line, marker: matplotlib's names of the style.
     :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
-    :param isolates: the only difference of the arm to :data:`BASELINE`; ``""`` for an arm with several differences,
-        which is reported beside the others.
+    :param isolates: the only difference between the arm and :data:`BASELINE`; ``""`` if there are several.
     :param init_fn: OLMo's initialization, for an arm that exists in OLMo only.
     """
 
@@ -45,12 +45,12 @@ ARMS: dict[str, Arm] = {}
 
 
 def define(arm: Arm) -> Arm:
-    """Add an arm in this process.
+    """Add an arm to :data:`ARMS` in this process.
 
     >>> define(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
 
-    :raises ValueError: the name is taken or cannot name a folder, the initialization is unknown, or it contradicts
-        OLMo's ``init_fn``, whose depth factor a scheme removes.
+    :raises ValueError: a name that is taken or cannot name a folder, an unknown initialization, or an initialization
+        that contradicts ``init_fn``.
     """
     if arm.name in ARMS or not re.fullmatch(r"[a-z0-9_.]+", arm.name):
         raise ValueError(f"arm name {arm.name!r}: taken, or not lower-case letters, digits, _ and .")
@@ -58,20 +58,20 @@ def define(arm: Arm) -> Arm:
         raise ValueError(f"arm {arm.name!r}: initialization {arm.initialization!r}, expected one of {INITIALIZATIONS}")
     if arm.init_fn and arm.initialization != ("upstream" if arm.scheme.is_pre_ln else "plain"):
         raise ValueError(
-            f"arm {arm.name!r}: init_fn {arm.init_fn!r} needs Pre-LN with initialization upstream, or another "
-            "scheme, which removes its depth factor, with plain"
+            f"arm {arm.name!r}: init_fn {arm.init_fn!r} needs Pre-LN with initialization upstream, or another scheme "
+            "with plain, because a scheme removes the depth factor of init_fn"
         )
     ARMS[arm.name] = arm
     return arm
 
 
 def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
-    """Return the row of a scheme's arm, named like the scheme. A scheme with a depth factor isolates nothing."""
-    found = definition(name)
-    return name, found.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else found.title, ""
+    """Return the row of a scheme with plain initialization. A ``_depth`` scheme has more than one difference."""
+    scheme = definition(name)
+    return name, scheme.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else scheme.title, ""
 
 
-#: name, label, scheme, initialization, the isolated difference, OLMo's init_fn; the style follows from the place.
+#: name, label, scheme, initialization, isolated difference, OLMo's init_fn. The style follows from the position.
 _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("preln", "Pre-LN", PRE_LN, "plain", "nothing", ""),
     ("preln_scaled_init", "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
@@ -92,7 +92,7 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
     *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsafterresidual")),
 )
-#: Okabe and Ito's colours for the first arms; the others have hues a golden ratio apart.
+#: Okabe and Ito's colours for the first arms. The hues of the other arms are a golden ratio apart.
 _COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000")
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),
@@ -100,20 +100,24 @@ _STYLES = (
 )
 
 
-def _style(place: int) -> tuple[str, str, str]:
-    hue = colorsys.hsv_to_rgb(place * 0.618 % 1, 0.75, 0.75)
-    colour = _COLOURS[place] if place < len(_COLOURS) else "#" + "".join(f"{round(255 * part):02X}" for part in hue)
-    return (colour, *_STYLES[place % len(_STYLES)])
+def _style(index: int) -> tuple[str, str, str]:
+    """Return colour, line and marker of the arm at a position of the table."""
+    if index < len(_COLOURS):
+        colour = _COLOURS[index]
+    else:
+        rgb = colorsys.hsv_to_rgb(index * 0.618 % 1, 0.75, 0.75)
+        colour = "#" + "".join(f"{round(255 * channel):02X}" for channel in rgb)
+    return (colour, *_STYLES[index % len(_STYLES)])
 
 
-for _place, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_TABLE):
-    define(Arm(_name, _label, *_style(_place), _scheme, _init, _isolates, _init_fn))
+for _index, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_TABLE):
+    define(Arm(_name, _label, *_style(_index), _scheme, _init, _isolates, _init_fn))
 
 
 def arm_named(name: str) -> Arm:
-    """Return an arm of the table, or the arm of a spelled scheme with plain initialization.
+    """Return an arm by its name, or by the spelling of a scheme, which has plain initialization.
 
-    :raises LNSConfigError: an unknown arm, or a parameter that the scheme lacks.
+    :raises LNSConfigError: an unknown arm, or a parameter that the scheme does not have.
 
     >>> arm_named("lns:exponent=0.3").name
     'lns_exponent_0.3'
@@ -135,5 +139,6 @@ def arm_named(name: str) -> Arm:
 
 def check_environment() -> None:
     """Check the environment. :raises LNSConfigError: a variable that would change the arms."""
-    if value := settings.read(name := settings.INITIALIZATION):
-        raise LNSConfigError(f"{name}={value}: each arm sets its own scheme and initialization: unset the variable")
+    name = settings.INITIALIZATION
+    if value := settings.read(name):
+        raise LNSConfigError(f"{name}={value} would change the initialization of the arms: unset the variable")

@@ -1,4 +1,4 @@
-"""``olmo-lns study``: plan, launch, collect and report a comparison of arms. ``plan`` checks any config."""
+"""``olmo-lns study``: plan, launch, collect and report a comparison of arms. ``plan`` also checks config files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from olmo_lns.study.describe import Study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``olmo-lns study``. :returns: 0, or 1 if a run failed or the plan has a problem. :raises LNSError: others."""
+    """Run ``olmo-lns study``. :returns: 1 if a run failed or a plan has problems. :raises LNSError: any other error."""
     args = _parser().parse_args(argv)
     code: int = args.run_command(args)
     return code
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="olmo-lns study", description="Compare arms over sizes, rates and seeds, from one description."
+        prog="olmo-lns study", description="Compare arms over sizes, learning rates and seeds from one description."
     )
     commands = parser.add_subparsers(required=True, metavar="plan|launch|collect|report")
 
@@ -32,43 +32,44 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run_command=function)
         if name == "plan":
-            command.add_argument("study", nargs="+", help="descriptions or config files, or names of the pack")
+            command.add_argument("study", nargs="+", help="descriptions or config files, or names in the pack")
             return command
-        command.add_argument("study", help="the description: a file, or a name of the pack, such as paper")
-        command.add_argument("--out", type=Path, required=True, help="folder of the study, with a folder for each run")
+        command.add_argument("study", help="description: a file, or a name in the pack, such as paper")
+        command.add_argument("--out", type=Path, required=True, help="folder of the study; each run has a subfolder")
         return command
 
     plan = add("plan", _plan, "load, count, check and price a study or config files, without running anything")
-    starting = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
-    how = starting.add_mutually_exclusive_group()
-    how.add_argument("--run", action="store_true", help="run the unfinished runs here (resumes after a kill)")
-    how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
+    launching = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
+    mode = launching.add_mutually_exclusive_group()
+    mode.add_argument("--run", action="store_true", help="start or resume the unfinished runs on this machine")
+    mode.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
     collecting = add("collect", _collect, "read the logs into <out>/results.csv; check that the arms are comparable")
     add("report", _report, "write <out>/report/: tables and figures")
-    for command in (plan, starting):
-        command.add_argument("--gpus", type=at_least(1), help="GPUs of a run (default: the description's)")
-        command.add_argument("--nodes", type=at_least(1), help="nodes of a run (default: one per 8 GPUs)")
+    for command in (plan, launching):
+        command.add_argument("--gpus", type=at_least(1), help="GPUs for each run (default: the description's)")
+        command.add_argument("--nodes", type=at_least(1), help="nodes for each run (default: one per 8 GPUs)")
         command.add_argument(
             "--gpu", choices=sorted(planning.GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
         )
-        command.add_argument("--only", nargs="+", metavar="RUN", help="runs whose names begin so: 7B-preln")
-    collecting.add_argument("--allow-missing", action="store_true", help="report missing runs instead of an error")
+        command.add_argument("--only", nargs="+", metavar="RUN", help="beginnings of the names of runs: 7B-preln")
+    collecting.add_argument("--allow-missing", action="store_true", help="report a run without a log as missing")
     return parser
 
 
 def _plan(args: argparse.Namespace) -> int:
     problems = []
     for name in args.study:
-        problems += planning.show(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
-    print("".join(f"PROBLEM: {text}\n" for text in problems), end="")
+        problems += planning.print_plan(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
     return int(bool(problems))
 
 
 def _launch(args: argparse.Namespace) -> int:
     study = replace(Study.load(args.study), gpus=args.gpus, nodes=args.nodes)
-    runs = study.selected(args.only)
+    runs = study.select_runs(args.only)
     if args.run:
-        os.environ.update(launch.environment(study, args.out))  # before the configs that read these variables
+        os.environ.update(launch.environment(study, args.out))  # compare_arms loads configs that read these variables
     planning.compare_arms(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out))

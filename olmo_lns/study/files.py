@@ -1,4 +1,4 @@
-"""The config pack, YAML with values as text, and locks."""
+"""The config pack, YAML with scalars as text, environment variables in configs, and locks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Hashable, Iterator, Mapping, Sequence
 
@@ -18,53 +19,52 @@ import olmo_lns
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, LNSError
 
-#: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
+#: OmegaConf's syntax for an environment variable: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``.
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 
 
-class _Text(yaml.SafeLoader):
-    """YAML in which every scalar is text, quoted or not, and a repeated key is an error."""
+class _TextLoader(yaml.SafeLoader):
+    """Load every scalar as text, quoted or not. A repeated key is an error."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^(?:<<)$"))]}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
-            seen.add(name)
+            identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+            if identity in keys:
+                message = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            keys.add(identity)
         return super().construct_mapping(node, deep)
 
 
 def read_text(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file, its scalars as text; an empty value is ``""``.
+    """Return the mapping in a YAML file, with every scalar as text. An empty value is ``""``.
 
     :raises LNSConfigError: no such file, not YAML, a repeated key, or not a mapping.
     """
     if not path.is_file():
         raise LNSConfigError(f"{path}: no such file")
     try:
-        found = yaml.load(path.read_text(encoding="utf-8-sig"), _Text)
+        content = yaml.load(path.read_text(encoding="utf-8-sig"), _TextLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LNSConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from error
-    if not isinstance(found, dict):
-        raise LNSConfigError(f"{path}: expected a mapping of keys to values, found a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise LNSConfigError(f"{path}: expected a mapping of keys to values, found a {type(content).__name__}")
+    return content
 
 
-def resolved(node: Any) -> Any:
-    """Convert text, or nested text, to JSON's ``true``, ``null`` and numbers; ``no`` and ``010`` stay text.
+def parse_scalars(node: Any) -> Any:
+    """Convert text, also in lists and mappings, to JSON's numbers, booleans and null; ``no`` and ``010`` stay text.
 
-    >>> resolved({"a": "1e-3", "b": "010", "c": "null"})
+    >>> parse_scalars({"a": "1e-3", "b": "010", "c": "null"})
     {'a': 0.001, 'b': '010', 'c': None}
     """
     if isinstance(node, dict):
-        return {key: resolved(value) for key, value in node.items()}
+        return {key: parse_scalars(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [resolved(value) for value in node]
+        return [parse_scalars(value) for value in node]
     if node in ("", "~"):
         return None
     try:
@@ -75,40 +75,40 @@ def resolved(node: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the mapping in a config file without replacing its variables.
+    """Return the mapping in a config file, with converted scalars. Variables are not replaced.
 
     :raises LNSConfigError: errors of :func:`read_text`.
     """
-    found: dict[str, Any] = resolved(read_text(path))
-    return found
+    config: dict[str, Any] = parse_scalars(read_text(path))
+    return config
 
 
-def needed(path: Path) -> list[str]:
-    """Return the variables without a default that a file reads."""
-    found = VARIABLE.findall(path.read_text(encoding="utf-8"))
-    return list(dict.fromkeys(name for name, default in found if not default))
+def required_variables(path: Path) -> list[str]:
+    """Return the environment variables without a default that a file reads."""
+    variables = VARIABLE.findall(path.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(name for name, default in variables if not default))
 
 
-def filled(node: Any, where: str, *, placeholder: bool = False) -> Any:
-    """Replace the variables in text or nested text.
+def fill_variables(node: Any, source: str, *, placeholder: bool = False) -> Any:
+    """Replace the environment variables in text, also in nested lists and mappings.
 
-    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
+    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of raising an error.
     :raises LNSConfigError: an unset variable without a default.
     """
     if isinstance(node, dict):
-        return {key: filled(value, where, placeholder=placeholder) for key, value in node.items()}
+        return {key: fill_variables(value, source, placeholder=placeholder) for key, value in node.items()}
     if isinstance(node, list):
-        return [filled(value, where, placeholder=placeholder) for value in node]
+        return [fill_variables(value, source, placeholder=placeholder) for value in node]
 
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1], match[2]
-        if (found := os.environ.get(name, default)) is not None:
-            return str(found)
+    def replacement(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if (value := os.environ.get(name, default)) is not None:
+            return str(value)
         if placeholder:
             return f"/{name}-is-not-set"
-        raise LNSConfigError(f"{where} reads {name}, which is not set: export {name}=…")
+        raise LNSConfigError(f"{source} reads {name}, which is not set: export {name}=…")
 
-    return VARIABLE.sub(value, node) if isinstance(node, str) else node
+    return VARIABLE.sub(replacement, node) if isinstance(node, str) else node
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -128,9 +128,9 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def pack_folder() -> Path:
-    """Return the folder of the pack: in the package, or beside it in a clone.
+    """Return the folder of the config pack: ``configs`` in the package, or beside the package in a clone.
 
-    :raises LNSConfigError: no pack, as in an installation without package data.
+    :raises LNSConfigError: no such folder.
     """
     package = Path(olmo_lns.__file__).parent
     for candidate in (package / "configs", package.parent / "configs"):
@@ -140,40 +140,41 @@ def pack_folder() -> Path:
 
 
 def pack_names() -> list[str]:
-    """Return the files of the pack, such as ``olmo/60M-lns.yaml``."""
-    found = (path.relative_to(pack_folder()) for path in pack_folder().rglob("*") if path.is_file())
-    return sorted(str(path) for path in found if "__pycache__" not in path.parts)
+    """Return the paths of all files in the pack, such as ``olmo/60M-lns.yaml``."""
+    paths = (path.relative_to(pack_folder()) for path in pack_folder().rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if "__pycache__" not in path.parts)
 
 
-def located(name: str | Path, kind: str) -> Path:
-    """Return a file by its path, or by its name in the pack: ``paper``, ``60M-lns``; an existing path comes first.
+def locate(name: str | Path, kind: str) -> Path:
+    """Find a file by its path, or by its name in the pack, such as ``paper`` or ``60M-lns``.
 
-    :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
+    :param kind: folder of the pack, such as ``study``; ``""`` for names with a folder, such as ``study/paper``.
     :raises LNSConfigError: no such file.
 
-    >>> located("paper", "study").name
+    >>> locate("paper", "study").name
     'paper.yaml'
     """
-    for path in (Path(name), Path(f"{name}.yaml")):  # a local copy comes before the pack's file
+    for path in (Path(name), Path(f"{name}.yaml")):  # local files precede those of the pack
         if path.is_file():
             return path
-    wanted = str(name).removeprefix("configs/")
-    packed = (pack_folder() / folder / f"{wanted}{end}" for folder in ("", kind) for end in ("", ".yaml", ".txt"))
-    if found := next((path for path in packed if path.is_file()), None):
-        return found
-    known = ", ".join(path.removeprefix(f"{kind}/") for path in pack_names() if Path(path).is_relative_to(kind))
-    raise LNSConfigError(f"{name}: no such file here or in the pack, which has {known}")
+    pack_name = str(name).removeprefix("configs/")
+    for folder, suffix in product(("", kind), ("", ".yaml", ".txt")):
+        path = pack_folder() / folder / f"{pack_name}{suffix}"
+        if path.is_file():
+            return path
+    names = ", ".join(path.removeprefix(f"{kind}/") for path in pack_names() if Path(path).is_relative_to(kind))
+    raise LNSConfigError(f"{name}: no such file, and not in the pack, which has {names}")
 
 
-def pack_copy(name: str, out: Path) -> Path:
-    """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
+def copy_from_pack(name: str, out: Path) -> Path:
+    """Copy a file of the pack, or a whole folder such as ``study``. Nothing is overwritten.
 
-    :param out: a folder that exists, or the new name.
-    :raises LNSConfigError: no such file in the pack, or an existing target.
+    :param out: an existing folder, or the new path.
+    :raises LNSConfigError: no such file in the pack, or a target that exists.
     """
     source = pack_folder() / name
     if not source.is_dir():
-        source = located(name, "")
+        source = locate(name, "")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
@@ -189,22 +190,23 @@ def config(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="the files of the pack")
     copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study'")
     copying.add_argument("name")
-    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: this folder)")
     args = parser.parse_args(argv)
-    print("\n".join(pack_names()) if args.command == "list" else pack_copy(args.name, args.out))
+    print("\n".join(pack_names()) if args.command == "list" else copy_from_pack(args.name, args.out))
     return 0
 
 
-def script(word: str) -> str:
-    """Return a script's path here or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
-    here = [path for path in (Path(word), pack_folder().parent / word) if path.is_file()]
-    return os.path.abspath(here[0]) if here else word
+def script_path(name: str) -> str:
+    """Return the absolute path of a script, local or in the pack (``configs/olmo_core/train.py``), or ``name``."""
+    paths = [path for path in (Path(name), pack_folder().parent / name) if path.is_file()]
+    return os.path.abspath(paths[0]) if paths else name
 
 
 @contextmanager
-def only_one(lock: Path, problem: str) -> Iterator[int]:
-    """Hold a lock file until the block and every process that inherited its descriptor have ended.
+def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
+    """Hold a lock file until the block and all processes with its descriptor have ended.
 
+    :returns: file descriptor of the lock, for child processes.
     :raises LNSError: another process holds the lock; the message is ``problem``.
     """
     with lock.open("w") as file:

@@ -1,6 +1,6 @@
-"""Start a study's runs on this machine, or print their commands; ``study.slurm`` writes array scripts.
+"""Start the runs of a study on this machine, or print their commands. :mod:`olmo_lns.study.slurm` writes array scripts.
 
-The training loop and its restart are the framework's own. A run whose log is complete is skipped.
+The framework trains and resumes. A run with a complete log is skipped.
 """
 
 from __future__ import annotations
@@ -18,91 +18,91 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect import attempts, curve_of, other_run
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 
-#: Number of lines that a launch shows of a failed run's log.
+#: Number of lines shown from the log of a failed run.
 TAIL = 12
-#: Words of a command that the shell expands.
+#: Arguments that the shell expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 
 
 def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, job: str = "") -> list[str]:
-    """Return the command line that starts a run or resumes it from its last checkpoint.
+    """Return the command line that starts a run or resumes the run from its last checkpoint.
 
-    :param job: a name, the same on all nodes of a run.
-    :raises LNSConfigError: the run's GPUs do not divide its batch.
+    :param job: rendezvous id, the same on all nodes of a run; by default the names of study and run.
+    :raises LNSConfigError: the GPUs of the run do not divide its batch.
     """
     nodes, nproc = study.layout(run)
-    if problem := run.shape.problem(nodes * nproc):
+    if problem := run.shape.batch_problem(nodes * nproc):
         raise LNSConfigError(f"run {run.name}: {problem}")
-    own = run.engine.words(run, (out / run.name).resolve())
-    words = ["-m", "olmo_lns", files.script(study.launch.command), *own, *study.launch.args]
+    arguments = run.engine.arguments(run, (out / run.name).resolve())
+    program = ["-m", "olmo_lns", files.script_path(study.launch.command), *arguments, *study.launch.args]
     if nproc == nodes == 1:
-        return [python, *words]
+        return [python, *program]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     if nodes == 1:
-        return [*torchrun, "--standalone", *words]
+        return [*torchrun, "--standalone", *program]
     torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", job or f"{study.name}-{run.name}"]
-    return [*torchrun, "--rdzv-endpoint", ENDPOINT, *words]
+    return [*torchrun, "--rdzv-endpoint", ENDPOINT, *program]
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Quote a command for a shell, except :data:`JOB` and :data:`ENDPOINT`."""
-    return " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
+def quote(argv: Sequence[str]) -> str:
+    """Quote a command for a shell; :data:`JOB` and :data:`ENDPOINT` are still expanded."""
+    return " ".join(f'"{item}"' if item in (JOB, ENDPOINT) else shlex.quote(item) for item in argv)
 
 
 def environment(study: Study, out: Path) -> dict[str, str]:
-    """Return the variables that config files and launch read besides the current environment."""
-    extra = {study.engine.save_variable: str(out.resolve())}
+    """Return the environment variables that a launch sets for its config files and processes."""
+    variables = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
-        extra["OMP_NUM_THREADS"] = str(study.launch.threads)
+        variables["OMP_NUM_THREADS"] = str(study.launch.threads)
     if study.data:
-        data = out / "data" if study.data in BUILT else study.path.parent / study.data
-        extra[study.engine.data_variable] = str(data.resolve())
-    return extra
+        data = out / "data" if study.data in CORPUS_BUILDERS else study.path.parent / study.data
+        variables[study.engine.data_variable] = str(data.resolve())
+    return variables
 
 
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
-    """Print one command per run; a run over several nodes starts it on each node."""
+    """Print one command for each run. A run over several nodes needs the command on each node."""
     check_environment()
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
     for run in runs:
         if (nodes := study.layout(run)[0]) > 1:
             lines.append(f"# on each of {nodes} nodes, with HEAD set to the host name of one of them:")
-        own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
-        lines.append(" ".join([*own, quoted(command(study, run, out, python="python"))]))
-    print("\n".join(lines))  # after all commands, which may raise
+        variables = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
+        lines.append(" ".join([*variables, quote(command(study, run, out, python="python"))]))
+    print("\n".join(lines))  # only now: command() may raise
 
 
 def check(study: Study) -> None:
     """Check the environment and the training script of a study.
 
-    :raises LNSConfigError: a variable that would change the arms, or no such script.
+    :raises LNSConfigError: an environment variable that would change the arms, or a missing script.
     """
     check_environment()
     script = study.launch.command
-    if script != "train" and not os.path.isfile(files.script(script)):
+    if script != "train" and not os.path.isfile(files.script_path(script)):
         raise LNSConfigError(
-            f"{study.path}: launch.command {script!r} is not a file here: run the command in the framework's checkout, "
-            "or give the script's path"
+            f"{study.path}: launch.command {script!r} is not a file in this folder: run the command in the framework's "
+            "checkout, or give the path of the script"
         )
 
 
 def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
-    """Run the unfinished runs one after the other. The same call continues a killed study.
+    """Run the unfinished runs one after the other. The same call resumes a killed study.
 
-    SIGINT and SIGTERM also end the run; a run that survives a killed launcher keeps the study locked.
+    SIGINT and SIGTERM end the current run too. A run that survives a killed launcher keeps the study locked.
 
     :returns: the number of failed runs; the end of each failed log is printed.
-    :raises LNSConfigError: before the first run starts: its requirements are not met.
+    :raises LNSConfigError: a run that cannot start; raised before the first run starts.
     """
 
-    def stop(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     check(study)
-    given = {**os.environ, **environment(study, out)}
+    variables = {**os.environ, **environment(study, out)}
     for run in runs:
         command(study, run, out)
         if (nodes := study.layout(run)[0]) > 1:
@@ -110,37 +110,39 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
                 f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
                 "--slurm FOLDER, or give --nodes 1"
             )
-        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
-            raise LNSConfigError(f"run {run.name}: {run.config} reads {missing[0]}, not set: export {missing[0]}=…")
+        if missing := [name for name in files.required_variables(run.config) if not variables.get(name)]:
+            problem = f"{run.config} reads {missing[0]}, which is not set"
+            raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…")
     out.mkdir(parents=True, exist_ok=True)
-    with files.only_one(out / ".lock", f"{out}: another launch of this study is running") as lock:
-        if study.data in BUILT:
-            BUILT[study.data](out / "data")
-        todo, before = _unfinished(runs, out), signal.signal(signal.SIGTERM, stop)
+    with files.exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
+        if study.data in CORPUS_BUILDERS:
+            CORPUS_BUILDERS[study.data](out / "data")
+        unfinished = _unfinished_runs(runs, out)
+        previous_handler = signal.signal(signal.SIGTERM, interrupt)
         try:
-            return sum(_failed(study, run, out, lock) for run in todo)
+            return sum(_run_fails(study, run, out, lock) for run in unfinished)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
-    """Return the unfinished runs. :raises LNSConfigError: a run's folder has a run with other settings."""
-    todo = []
+def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
+    """Return the unfinished runs. :raises LNSConfigError: a folder has a run with other settings."""
+    unfinished = []
     for run in runs:
         if problem := other_run(run, out / run.name):
             raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
         curve = curve_of(out / run.name)
-        if curve is not None and curve.done:
+        if curve is not None and curve.is_done:
             print(f"{run.name}: done", flush=True)
         else:
-            todo.append(run)
-    return todo
+            unfinished.append(run)
+    return unfinished
 
 
 def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subprocess.Popen[bytes]]:
-    """Start a run, or resume it from its last checkpoint; return its log and its process.
+    """Start a run, or resume the run from its last checkpoint. Return its log file and its process.
 
-    :param lock: file descriptor of the study's lock, which stays taken while the run lives.
+    :param lock: file descriptor of the study's lock; the run inherits it, so that the lock is held while the run lives.
     """
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,19 +155,19 @@ def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subproces
         )  # fmt: skip
 
 
-def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
-    """Run one run to its end; return true if it failed."""
+def _run_fails(study: Study, run: Run, out: Path, lock: int) -> bool:
+    """Start a run, wait for its end, and return true if the run failed."""
     log, process = start(study, run, out, lock)
     print(f"{run.name}: {log}", flush=True)
     try:
         code = process.wait()
     except BaseException:
-        with suppress(ProcessLookupError):  # the run has just ended
+        with suppress(ProcessLookupError):  # if the run has just ended
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         raise
     print(f"{run.name}: exit {code}", flush=True)
     if code:
-        end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-        print("\n  ".join([f"{run.name} failed; {log} ends:", *end]), file=sys.stderr, flush=True)
+        last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        print("\n  ".join([f"{run.name} failed; the last lines of {log}:", *last_lines]), file=sys.stderr, flush=True)
     return code != 0

@@ -1,4 +1,4 @@
-"""Write the report of a study: tables of loss and perplexity, and a figure of loss against parameters."""
+"""Write the report of a study: tables of loss and perplexity, and a figure of loss by number of parameters."""
 
 from __future__ import annotations
 
@@ -10,77 +10,83 @@ import pandas as pd
 
 from olmo_lns.study.arms import ARMS, BASELINE
 from olmo_lns.study.collect import COMPLETE
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study, published
 
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
-    """Return the complete runs. ``group`` is the size without its rate; ``rate`` is NaN without ``rates``."""
+    """Return the complete runs, with the columns ``group`` (size), ``rate`` and ``perplexity``; NaN if missing."""
     runs = {run.name: run for run in study.runs}
-    found = results[(results.status == COMPLETE) & results.loss.notna() & results.run.isin([*runs])]
-    return found.assign(
-        group=[runs[name].group for name in found.run],
-        rate=pd.Series([runs[name].rate for name in found.run], index=found.index, dtype="float64"),
-        perplexity=found.heldout.astype(float).map(math.exp, na_action="ignore"),
+    rows = results[(results.status == COMPLETE) & results.loss.notna() & results.run.isin([*runs])]
+    return rows.assign(
+        group=[runs[name].group for name in rows.run],
+        rate=pd.Series([runs[name].rate for name in rows.run], index=rows.index, dtype="float64"),
+        perplexity=rows.heldout.astype(float).map(math.exp, na_action="ignore"),
     )
 
 
-def best(found: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of each size and arm at the rate with the lowest mean loss."""
-    mean = found.groupby(["group", "arm", "size"]).loss.transform("mean")
-    return found[mean == mean.groupby([found.group, found.arm]).transform("min")]
+def best(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of each size and arm at the learning rate with the lowest mean loss."""
+    mean = runs.groupby(["group", "arm", "size"]).loss.transform("mean")
+    return runs[mean == mean.groupby([runs.group, runs.arm]).transform("min")]
 
 
-def difference(found: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
+def difference(runs: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
     """Return ``loss(arm) - loss(base)`` for each common seed."""
-    by = found[found.group == group].pivot_table(index="seed", columns="arm", values="loss")
-    return (by[arm] - by[base]).dropna() if {arm, base} <= set(by) else pd.Series(dtype=float)
+    losses = runs[runs.group == group].pivot_table(index="seed", columns="arm", values="loss")
+    return (losses[arm] - losses[base]).dropna() if {arm, base} <= set(losses) else pd.Series(dtype=float)
 
 
 def write(study: Study, results: pd.DataFrame, out: Path) -> list[Path]:
-    """Write ``report.md``, and ``loss.png`` if a run is complete, into ``out``."""
+    """Write ``report.md``, and ``loss.png`` if a run is complete, into ``out``. Return the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    image, text = out / "loss.png", out / "report.md"
-    found = complete(study, results)
-    if len(found):
-        figure(study, found, image)
-    text.write_text(markdown(study, found, image.name if len(found) else None), encoding="utf-8")
-    return [text, *([image] if len(found) else [])]
+    image, report = out / "loss.png", out / "report.md"
+    runs = complete(study, results)
+    if len(runs):
+        figure(study, runs, image)
+    report.write_text(markdown(study, runs, image.name if len(runs) else None), encoding="utf-8")
+    return [report, image] if len(runs) else [report]
 
 
-def markdown(study: Study, every: pd.DataFrame, image: str | None) -> str:
+def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
     """Return the report of the :func:`complete` runs. The papers' numbers are labelled."""
-    found, parameters = best(every), {run.group: run.shape.parameters for run in study.runs}
+    best_runs, parameters = best(runs), {run.group: run.shape.parameters for run in study.runs}
 
     def loss(group: str, arm: str) -> str:
-        mine = found[(found.group == group) & (found.arm == arm)]
-        gap = difference(found, group, arm) if arm != BASELINE else ()
-        at = f" at {mine.rate.iloc[0]:g}" if mine.rate.notna().any() else ""
-        return _number(mine.loss) + at + (f"; {_number(gap, sign='+')}" if len(gap) else "")
+        arm_runs = best_runs[(best_runs.group == group) & (best_runs.arm == arm)]
+        text = _format_mean(arm_runs.loss)
+        if arm_runs.rate.notna().any():
+            text += f" at {arm_runs.rate.iloc[0]:g}"
+        if arm != BASELINE and len(differences := difference(best_runs, group, arm)):
+            text += f"; {_format_mean(differences, sign='+')}"
+        return text
 
     parts = [
         f"# Scaling study `{study.name}`",
-        f"{len(every)} of {len(study.runs)} runs complete; the others are in no number. A run's loss is the mean "
-        f"training loss (nats per token) over the last {study.final_fraction:.0%} of its steps; ± is the standard "
+        f"{len(runs)} of {len(study.runs)} runs are complete; the numbers exclude the others. The loss of a run is the "
+        f"mean training loss (nats per token) over the last {study.final_fraction:.0%} of its steps; ± is the standard "
         "deviation over n seeds. Arms of one size and seed read the same batches in the same order; `study collect` "
         "checked that their settings differ only in the arm.",
-        *([f"![loss against parameters]({image})"] if image else []),
+        *([f"![loss by number of parameters]({image})"] if image else []),
         "## Loss",
         _by_arm(study, [f"{group} ({parameters[group]:,})" for group in study.groups], loss),
-        f"After the semicolon: the difference to {ARMS[BASELINE].label}, paired by seed; negative is lower.",
+        f"After the semicolon: the difference from {ARMS[BASELINE].label}, paired by seed; negative is lower.",
     ]
-    if several := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
-        parts.append(f"Arms that change more than one thing: {'; '.join(several)}.")
-    if every.rate.notna().any():
-        parts.append("Each arm is at its best rate, chosen by these losses, which favours each arm slightly.")
-        tried = every.pivot_table(index=["group", "rate"], columns="arm", values="loss", aggfunc=_number, sort=False)
-        arms = [arm for arm in study.arms if arm in tried]
-        rows = [[group, f"{rate:g}", *row] for (group, rate), *row in tried[arms].fillna("–").sort_index().itertuples()]
+    if labels := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
+        parts.append(f"Arms that change more than one thing: {'; '.join(labels)}.")
+    if runs.rate.notna().any():
+        parts.append("Each arm is at its best rate. These losses chose the rate, which favours each arm slightly.")
+        losses = runs.groupby(["group", "rate", "arm"]).loss.apply(_format_mean).unstack("arm")
+        arms = [arm for arm in study.arms if arm in losses]
+        table = losses[arms].fillna("–").sort_index()
+        rows = [[group, f"{rate:g}", *cells] for (group, rate), *cells in table.itertuples()]
         parts += ["## Every rate", _table([["size", "rate", *(ARMS[arm].label for arm in arms)], *rows])]
-    if found.perplexity.notna().any():
-        cells = _by_arm(study, study.groups, lambda group, arm: _of(found, group, arm, "perplexity"))
-        parts += ["## Perplexity", cells, "On held-out text after the last step, per token with a label."]
-    return "\n\n".join(parts + (["## The paper", beside(study, found)] if study.published else [])) + "\n"
+    if best_runs.perplexity.notna().any():
+        perplexities = _by_arm(study, study.groups, lambda group, arm: _cell(best_runs, group, arm, "perplexity"))
+        parts += ["## Perplexity", perplexities, "On held-out text after the last step, per token with a label."]
+    if study.published:
+        parts += ["## The paper", published_table(study, best_runs)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -94,49 +100,49 @@ def _by_arm(study: Study, titles: Sequence[str], cell: Callable[[str, str], str]
     return _table([["arm", *titles], *rows])
 
 
-def _number(values: pd.Series, digits: int = 4, sign: str = "") -> str:
-    """Return the mean over seeds as text; ``–`` without any."""
+def _format_mean(values: pd.Series, digits: int = 4, sign: str = "") -> str:
+    """Return mean, standard deviation and number of values as text; ``–`` without values."""
     if not len(values):
         return "–"
-    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-    return f"{values.mean():{sign}.{digits}f}{spread} (n = {len(values)})"
+    deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():{sign}.{digits}f}{deviation} (n = {len(values)})"
 
 
-def _of(found: pd.DataFrame, group: str, arm: str, measure: str) -> str:
+def _cell(runs: pd.DataFrame, group: str, arm: str, measure: str) -> str:
     """Return the mean loss or perplexity of a size and arm as text."""
-    return _number(found[(found.group == group) & (found.arm == arm)][measure].dropna(), 3 if measure == "loss" else 2)
+    values = runs[(runs.group == group) & (runs.arm == arm)][measure].dropna()
+    return _format_mean(values, digits=3 if measure == "loss" else 2)
 
 
-def beside(study: Study, found: pd.DataFrame) -> str:
-    """Return the description's published table with this study's numbers beside, by size and arm."""
+def published_table(study: Study, runs: pd.DataFrame) -> str:
+    """Return the table that the description names, with this study's numbers beside the published ones."""
     table = published()["tables"][study.published]
     cells, groups = table["cells"], [group for group in study.groups if group in table["cells"]]
-    rows = [["arm", *(text for group in groups for text in (f"{group}, ours", f"{group}, published"))]]
+    rows = [["arm", *(title for group in groups for title in (f"{group}, ours", f"{group}, published"))]]
     for arm in (arm for arm in ARMS if arm in study.arms or any(arm in cells[group] for group in groups)):
         row = [ARMS[arm].label]
         for group in groups:
-            row += [_of(found, group, arm, table["measure"]), f"{cells[group].get(arm, '–')}"]
+            row += [_cell(runs, group, arm, table["measure"]), f"{cells[group].get(arm, '–')}"]
         rows.append(row)
     notes = [text for note in table["notes"] for text in ([note] if isinstance(note, str) else note)]
     head = f"{table['title']} ({table['measure']}), as published:"
     return "\n".join([head, "", _table(rows), "", *(f"- {note}" for note in notes)])
 
 
-def figure(study: Study, every: pd.DataFrame, path: Path) -> None:
-    """Draw loss against parameters.
+def figure(study: Study, runs: pd.DataFrame, path: Path) -> None:
+    """Draw loss by number of parameters.
 
-    The paper's points are hollow and named; they are omitted for losses of bytes, which are not comparable.
+    The paper's points are hollow and named. A study of bytes omits them, because its losses are not comparable.
     """
     from matplotlib.figure import Figure
 
-    found, chart = best(every), Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    best_runs, chart = best(runs), Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = chart.subplots()
-    for arm in (arm for arm in study.arms if (found.arm == arm).any()):
-        by = found[found.arm == arm].groupby("group", sort=False)
-        mean, spread, style = by.loss.mean(), by.loss.std().fillna(0), ARMS[arm]
-        at = by.parameters.first()
-        axes.errorbar(at, mean, spread, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
-    for point in [] if study.data in BUILT else published()["points"]:
+    for arm in (arm for arm in study.arms if (best_runs.arm == arm).any()):
+        groups, style = best_runs[best_runs.arm == arm].groupby("group", sort=False), ARMS[arm]
+        size, mean, deviation = groups.parameters.first(), groups.loss.mean(), groups.loss.std().fillna(0)
+        axes.errorbar(size, mean, deviation, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
+    for point in [] if study.data in CORPUS_BUILDERS else published()["points"]:
         for style in (ARMS["preln"], ARMS["lns"]):
             axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")
         axes.annotate(f"{point['label']} (hollow)", (point["parameters"], point["preln"]), fontsize=7, ha="center")

@@ -1,4 +1,4 @@
-"""Write Slurm array scripts for a study: one per size, an array over arms and seeds; a task resumes its run."""
+"""Write Slurm scripts for a study: one script per size, with an array task per run. A task resumes its run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.launch import JOB, check, command, environment, quoted
+from olmo_lns.study.launch import JOB, check, command, environment, quote
 from olmo_lns.study.planning import GPU, planned_hours
 from olmo_lns.text import write_whole
 
@@ -22,7 +22,7 @@ TEMPLATE = """#!/bin/bash
 #SBATCH --array=0-{last}
 {options}
 {setup}set -euo pipefail
-{exports}: "${{{needed}:?set it to your tokenised data, see docs/data.md}}"
+{exports}: "${{{data_variable}:?set it to your tokenised data, see docs/data.md}}"
 OUT={out}
 RUNS=({runs})
 RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}
@@ -32,28 +32,27 @@ case "$RUN" in
 esac
 mkdir -p "$OUT/$RUN"
 ATTEMPT=$(printf %02d $(($(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | wc -l) + 1)))
-# From Slurm 22.05 on srun does not inherit the cores of the job.
+# srun of Slurm 22.05 and later does not inherit the cores of the job.
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
 srun {container}"${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1
 """
 
-#: Cores of a job per GPU, the number of data workers in the config files.
-CORES = 8
+#: CPU cores per GPU: the number of data workers in the config files.
+CORES_PER_GPU = 8
 
 
 def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str = GPU) -> list[Path]:
-    """Write ``<folder>/<size>.sbatch`` for every size, and create ``out``, into which Slurm writes the tasks' output.
+    """Write ``<folder>/<size>.sbatch`` for every size. Create ``out``, where Slurm writes the output of the tasks.
 
-    ``launch.sbatch`` of the description adds or replaces ``#SBATCH`` lines; null removes one. ``time`` is by default
-    the plan's (:func:`planned_hours`); options of the command ``sbatch`` take precedence.
+    ``launch.sbatch`` of the description adds or replaces ``#SBATCH`` lines; null removes a line. The default ``time``
+    is the plan's (:func:`planned_hours`). Options of the command ``sbatch`` take precedence. The variables of the
+    config files (``OLMO_DATA_DIR`` or ``MEGATRON_DATA``) must be set at submission.
 
-    The variables of the config files (``OLMO_DATA_DIR`` or ``MEGATRON_DATA``) must be set at submission.
-
-    :raises LNSConfigError: the study's data are built on one machine.
+    :raises LNSConfigError: a study whose data a launch builds on one machine.
     """
-    if study.data in BUILT:
+    if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(
-            f"{study.path}: data: {study.data} is for one machine; give your data's folder, or remove the key"
+            f"{study.path}: data: {study.data} is for one machine: give the folder of your data, or remove the key"
         )
     check(study)
     texts = {}
@@ -74,7 +73,7 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
     options: dict[str, str | None] = {
         "nodes": str(nodes),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(CORES * nproc),
+        "cpus-per-task": str(CORES_PER_GPU * nproc),
         "gpus-per-node": str(nproc),
         "exclusive": "true",
         "mem": "0",  # all memory of the node
@@ -84,23 +83,24 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
         "open-mode": "append",
         **study.launch.sbatch,
     }
-    kept = {key: value for key, value in options.items() if value not in (None, "false")}
-    return "\n".join(f"#SBATCH --{key}" + ("" if value == "true" else f"={value}") for key, value in kept.items())
+    used = {key: value for key, value in options.items() if value not in (None, "false")}
+    return "\n".join(f"#SBATCH --{key}" + ("" if value == "true" else f"={value}") for key, value in used.items())
 
 
 def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
-    """Return the words between srun and the command: the image, and the folders that the run reads and writes."""
+    """Return the text between ``srun`` and the command: the image, and mounts for the folders of the runs."""
     if (container := study.launch.container) is None:
         return ""
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
-    if (script := Path(files.script(study.launch.command))).is_file():
+    if (script := Path(files.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
-    data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
-    mounts = data + shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))
-    image, where = shlex.quote(container.image), shlex.quote(str(Path.cwd()))
+    mounts = shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))
+    if study.engine.data_variable == "OLMO_DATA_DIR":  # MEGATRON_DATA is not a folder
+        mounts = f'"$OLMO_DATA_DIR",{mounts}'
+    image, folder = shlex.quote(container.image), shlex.quote(str(Path.cwd()))
     if container.image.endswith(".sif"):
-        return f"apptainer exec --nv --bind {mounts} --pwd {where} {image} "
-    return f"--container-image={image} --container-mounts={mounts} --container-workdir={where} "
+        return f"apptainer exec --nv --bind {mounts} --pwd {folder} {image} "
+    return f"--container-image={image} --container-mounts={mounts} --container-workdir={folder} "
 
 
 def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) -> str:
@@ -108,7 +108,7 @@ def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) 
     cases = []
     for run in runs:
         exports |= run.engine.variables(run)
-        cases.append(f"{run.name}) COMMAND=({quoted(command(study, run, out, python='python', job=JOB))}) ;;")
+        cases.append(f"{run.name}) COMMAND=({quote(command(study, run, out, python='python', job=JOB))}) ;;")
     return TEMPLATE.format(
         study=study.name,
         size=runs[0].size,
@@ -118,7 +118,7 @@ def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) 
         setup="".join(f"{line}\n" for line in study.launch.setup),
         out=shlex.quote(str(out)),
         exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items()),
-        needed=study.engine.data_variable,
+        data_variable=study.engine.data_variable,
         runs=" ".join(run.name for run in runs),
         container=_container(study, runs, out),
         cases="\n".join(cases),

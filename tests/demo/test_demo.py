@@ -64,7 +64,7 @@ def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, tmp_p
         assert text.splitlines()[-3:] == capsys.readouterr().out.splitlines()[-3:]
         assert cli.main(["demo", described(tmp_path, ["preln", "lns"], 7, 4), "--out", str(out)]) == 1
     err = capsys.readouterr().err
-    assert "max_duration: 4 there, 7 in this study; use another --out" in err
+    assert "max_duration is 4 in the folder, 7 in this study; use another --out" in err
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.log")} == before
 
 

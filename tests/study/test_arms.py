@@ -36,8 +36,8 @@ QUARTER = Scheme.of("lns", exponent=0.25)
     ],
 )
 def test_scheme_and_initialization_of_an_arm_give_the_settings_of_each_framework(given, olmo, megatron):
-    assert OLMO.arm(given) == (olmo and {"model.layer_norm_type": olmo[0], "model.init_fn": olmo[1]})
-    assert MEGATRON.arm(given) == megatron
+    assert OLMO.arm_overrides(given) == (olmo and {"model.layer_norm_type": olmo[0], "model.init_fn": olmo[1]})
+    assert MEGATRON.arm_overrides(given) == megatron
 
 
 def test_every_scheme_is_an_arm_with_plain_initialization_and_a_style_of_its_own():

@@ -25,8 +25,8 @@ def test_a_console_log_of_megatron_has_its_losses(tmp_path):
             f" validation loss at iteration {step}{where} | lm loss value: 9.{step}0000E+00 | lm loss PPL: 1.0E+04 | \n"
         )
     curve = read(tmp_path, text)
-    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100 and curve.heldout == {10: 9.1, 20: 9.2}
-    assert not curve.done
+    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total_steps == 100 and curve.heldout == {10: 9.1, 20: 9.2}
+    assert not curve.is_done
 
 
 @pytest.mark.parametrize("log", [olmo_log, megatron_log])
@@ -34,10 +34,10 @@ def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, lo
     """The 2 that is left of 2.9876 is not the loss of that step."""
     text = "\x1b[1mstart\x1b[0m\n" + log({9: "3.1", 10: "2.9876"}, total=10)
     curve = read(tmp_path, text)
-    assert curve.losses == {9: 3.1, 10: 2.9876} and curve.total == 10 and curve.done
+    assert curve.losses == {9: 3.1, 10: 2.9876} and curve.total_steps == 10 and curve.is_done
     for length in (1, -2):  # inside the number, and before it
         cut = read(tmp_path, text[: text.index("2.9876") + length])
-        assert cut.losses == {9: 3.1} and cut.last == 9 and not cut.done
+        assert cut.losses == {9: 3.1} and cut.last == 9 and not cut.is_done
     assert read(tmp_path, "Traceback\n").losses == {} and curve_of(tmp_path / "none") is None
 
 
@@ -105,11 +105,8 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
     for changed, message in (
         ({"model.layer_norm_type": "rms"}, "b-lns-s1 is not its arm: model.layer_norm_type='rms'"),
         ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight"),
-        ({"global_train_batch_size": 16}, "other settings: global_train_batch_size: 16 there, 8 in this study"),
-        (
-            {"optimizer.learning_rate": 2e-3},
-            "other settings: optimizer.learning_rate: 0.002 there, 0.001 in this study",
-        ),
+        ({"global_train_batch_size": 16}, "settings: global_train_batch_size is 16 in the folder, 8 in this study"),
+        ({"optimizer.learning_rate": 2e-3}, "optimizer.learning_rate is 0.002 in the folder, 0.001 in this study"),
         ({"data.paths": ["/elsewhere.npy"]}, "differ in more than the arm: data.paths"),
     ):
         built.finish("b-lns-s1", 2.3, **changed)
@@ -161,7 +158,7 @@ def test_runs_of_megatron_are_collected_and_compared(tmp_path):
     ] * 2
     for changed, message in (
         ({"data_path": "['/data/y']"}, r"data_path is .*x.* and .*y"),
-        ({"num_layers": 9}, "other settings: num_layers: '9' there, 8 in this study"),
+        ({"num_layers": 9}, "other settings: num_layers is '9' in the folder, 8 in this study"),
         ({"layernorm_scaling_exponent": 0.25}, "is not its arm: layernorm_scaling_exponent=0.25"),
     ):
         megatron_run(out, second, **changed)

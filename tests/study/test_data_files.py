@@ -46,7 +46,7 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tokens(8192).astype(np.uint16).tofile(tmp_path / name)
     code, text = check(tmp_path, "--budget", "20e9", capsys=capsys)
-    assert code == 1 and "wanted 20,000,000,000 tokens: the run would read the data 2.44e+06 times" in text
+    assert code == 1 and "expected 20,000,000,000 tokens: the run would read the data 2.44e+06 times" in text
     assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 0
     mask = np.arange(8192) % 4 > 0
     mask.tofile(tmp_path / "a.mask")
@@ -169,8 +169,8 @@ def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
     code, text = check(path, capsys=capsys)
     assert code == 1 and "1,998 bytes, but its index counts 2,000: truncated" in text
     index.write_bytes(index.read_bytes()[:40])
-    assert "Megatron cannot read it: buffer" in check(path, capsys=capsys)[1]
+    assert "Megatron cannot read the index: buffer" in check(path, capsys=capsys)[1]
     index.write_bytes(b"something else that is long enough to read")
-    assert "Megatron cannot read it: bad header" in check(path, capsys=capsys)[1]
+    assert "Megatron cannot read the index: bad header" in check(path, capsys=capsys)[1]
     index.unlink()
     assert "has no .idx beside it" in check(path, capsys=capsys)[1]

@@ -100,9 +100,9 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--pad": "70000"}, "--pad '70000': .* ids end at 256"),
-        ({"--eos": "</s>"}, "--eos '</s>': not a token of this tokenizer"),
-        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, none of OLMo's"),
+        ({"--pad": "70000"}, "--pad '70000': .* an id up to 256"),
+        ({"--eos": "</s>"}, "--eos '</s>': expected a token of this tokenizer"),
+        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, not a tokenizer of OLMo"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -169,10 +169,10 @@ def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
     logs = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     right = -logs[batch["label_mask"][:, 1:]].mean().item()
     assert by_row.mean().item() < 0.8 * right
-    assert by_row.mean().item() * OLMO.padding(settings) == pytest.approx(right, rel=1e-6)
+    assert by_row.mean().item() * OLMO.heldout_correction(settings) == pytest.approx(right, rel=1e-6)
     evaluator["subset_num_batches"] = 2
     with pytest.raises(LNSConfigError, match="expected all rows with label masks"):
-        OLMO.padding(settings)
+        OLMO.heldout_correction(settings)
     settings["evaluators"] = [{"label": "heldout", "data": {"label_mask_paths": ["/nowhere.mask"]}}]
     with pytest.raises(LNSConfigError, match=r"no label mask /nowhere.mask"):
-        OLMO.padding(settings)
+        OLMO.heldout_correction(settings)

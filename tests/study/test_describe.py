@@ -77,7 +77,7 @@ def test_names_that_yaml_takes_for_numbers_or_truth_stay_text(tmp_path):
 def test_a_value_of_a_size_reaches_the_command_as_it_is_written(tmp_path, value, flags):
     """Numbers may become numbers; Megatron's own parser reads or refuses the rest."""
     run = Study.load(write(tmp_path, f"sizes: {{60M: {{exit-interval: {value}}}}}\n")).runs[0]
-    text = " ".join(run.engine.words(run, tmp_path))
+    text = " ".join(run.engine.arguments(run, tmp_path))
     assert [value.strip() for value in re.findall("--exit-interval ([^-]*)", text)] == flags
 
 
@@ -129,7 +129,8 @@ def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
     assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
     run = study.runs[1]
     assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln_scaled_init.yaml"
-    assert run.settings["layernorm_scaling_exponent"] == 0.3 and "no_scaled_init" not in run.engine.words(run, tmp_path)
+    assert run.settings["layernorm_scaling_exponent"] == 0.3
+    assert "no_scaled_init" not in run.engine.arguments(run, tmp_path)
     compare_arms(study.runs)
     assert study.runs[2].config.name == "60M-lns.yaml"
 
@@ -161,10 +162,10 @@ def test_rates_give_a_run_for_each_arm_and_rate(tmp_path, rates, names):
 def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
     """By whole parts: `60M-preln` is not `60M-preln_scaled_init`."""
     study = load(tmp_path, sizes=["60M", "150M"], seeds=[1, 2], arms=["preln", "preln_scaled_init", "lns"])
-    assert len(study.selected(only)) == found
+    assert len(study.select_runs(only)) == found
     for wrong in ("7B", "15", "60M-preln_"):
         with pytest.raises(LNSConfigError, match=f"no run of study mine begins with '{wrong}'"):
-            study.selected([wrong])
+            study.select_runs([wrong])
 
 
 def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_table():

@@ -129,7 +129,7 @@ def test_a_slurm_script_runs_in_the_container_of_the_description(tmp_path, conta
 
 def test_no_script_is_written_where_one_cannot_be(tmp_path):
     words = ["launch", str(description(tmp_path, sizes="{a: {}, b: {bf16: null}}")), "--out", str(tmp_path / "out")]
-    with pytest.raises(LNSError, match="has no form on Megatron's command line"):
+    with pytest.raises(LNSError, match="cannot be written as a Megatron flag"):
         cli.main([*words, "--slurm", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
@@ -137,8 +137,8 @@ def test_no_script_is_written_where_one_cannot_be(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
-        ("OLMO_LNS_INITIALIZATION", "upstream", "each arm sets its own scheme and initialization"),
+        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="),
+        ("OLMO_LNS_INITIALIZATION", "upstream", "would change the initialization of the arms"),
     ],
 )
 def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, variable, value, message):
@@ -153,12 +153,12 @@ def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built
         built.finish(run.name, 3.0)
     words = ["launch", str(built.path), "--out", str(built.out), "--run"]
     assert cli.main(words) == 0 and capsys.readouterr().out.count(": done") == 6
-    with files.only_one(built.out / ".lock", ""), pytest.raises(LNSError, match="another launch of this study"):
+    with files.exclusive_lock(built.out / ".lock", ""), pytest.raises(LNSError, match="another launch of this study"):
         cli.main(words)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
     with pytest.raises(
-        LNSConfigError, match="found a run with other settings: max_duration: 20 there, 21 in this study"
+        LNSConfigError, match="found a run with other settings: max_duration is 20 in the folder, 21 in this study"
     ):
         cli.main(words)
 

@@ -49,7 +49,7 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     assert shape.parameters == OLMO.count(Path(), config) == model.num_params()
     # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward
     # pass. Ours leaves this lookup out, and counts a tied embedding as the head.
-    more = (0 if shape.tied else 4 * shape.embedding) + (-2 * shape.embedding if shape.tied else 0)
+    more = (-2 if shape.has_tied_embeddings else 4) * shape.embedding_parameters
     per_token = model.num_fwd_flops + model.num_bck_flops
     assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
 
@@ -71,7 +71,7 @@ def test_every_file_of_the_pack_passes(capsys):
         ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: 9", "stop_at 9 is not max_duration 38147"),
         ("olmo/60M-preln", "max_duration: 38147", "max_duration: 1500", "warm-up of 2000 steps"),
         ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs, .* do not divide the batch of 129"),
-        ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses it: .*n_layer"),
+        ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses the config: .*n_layer"),
         ("megatron/60M-lns", "layernorm-scaling: true", "fp16: false", "layernorm_scaling=False, but arm 'lns'"),
         ("megatron/60M-lns", "lr-decay-iters: 38147", "lr-decay-iters: 100", "lr-decay-iters 100 is not train-iters"),
         ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "micro-batch of 32 do not divide"),

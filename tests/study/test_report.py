@@ -28,8 +28,8 @@ def test_a_report_shows_each_arm_at_its_best_rate(built):
     built.description |= {"rates": {"preln": [1e-3, 2e-3], "lns": [2e-3, 4e-3]}, "more_seeds": {}}
     built.save()
     losses = {"ax0.001-preln-s1": 3.0, "ax0.002-preln-s1": 3.2, "ax0.002-lns-s1": 3.1, "ax0.004-lns-s1": 2.9}
-    given = results(built.study, losses)
-    text = report.markdown(built.study, report.complete(built.study, given), None)
+    table = results(built.study, losses)
+    text = report.markdown(built.study, report.complete(built.study, table), None)
     assert "| Pre-LN | 3.0000 (n = 1) at 0.001 | " in text
     assert "| Pre-LN + LNS | 2.9000 (n = 1) at 0.004; -0.1000 (n = 1) | " in text
     assert "| a | 0.002 | 3.2000 (n = 1) | 3.1000 (n = 1) |" in text and "at its best rate" in text
@@ -41,7 +41,7 @@ def test_unfinished_runs_are_in_no_number(built, capsys):
     for command in ("collect", "report"):
         assert cli.main([command, str(built.path), "--out", str(built.out)]) == 0
     text = (built.out / "report" / "report.md").read_text()
-    assert "5 of 6 runs complete" in text and "-0.1200 ± 0.0283 (n = 2)" in text
+    assert "5 of 6 runs are complete" in text and "-0.1200 ± 0.0283 (n = 2)" in text
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -52,8 +52,8 @@ def test_perplexity_is_shown_beside_the_published_one(built):
     for run, loss in zip(built.study.runs, (3.2, 3.1, 2.9, 2.8), strict=True):
         log = built.finish(run.name, loss) / "attempt-01.log"
         log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss:.3f}\n")
-    every = report.complete(built.study, collect(built.study, built.out))
-    text = report.markdown(built.study, every, None)
+    runs = report.complete(built.study, collect(built.study, built.out))
+    text = report.markdown(built.study, runs, None)
     one, other = (f"{math.exp(loss):.2f} (n = 1)" for loss in (3.2, 2.9))
     assert f"| Pre-LN | {one} | 26.73 | {other} | 17.02 |" in text and f"| Pre-LN | {one} | {other} |" in text
     assert "| Mix-LN | – | 26.07 | – | 1414.78 |" in text and "divides the sum of n batches by n + 1" in text
@@ -62,6 +62,6 @@ def test_perplexity_is_shown_beside_the_published_one(built):
 def test_only_seeds_that_both_arms_have_are_compared(built):
     built.description["more_seeds"] = {"a": [2, 3]}
     built.save()
-    given = results(built.study, {"a-preln-s1": 3.0, "a-lns-s1": 2.9, "a-lns-s3": 1.0})
-    found = report.difference(report.complete(built.study, given), "a", "lns")
-    assert found.to_dict() == pytest.approx({1: -0.1})
+    table = results(built.study, {"a-preln-s1": 3.0, "a-lns-s1": 2.9, "a-lns-s3": 1.0})
+    differences = report.difference(report.complete(built.study, table), "a", "lns")
+    assert differences.to_dict() == pytest.approx({1: -0.1})

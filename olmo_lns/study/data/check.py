@@ -15,15 +15,16 @@ from olmo_lns.study.data.corpora import DOLMA
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
 NUMPY_HEADER = b"\x93NUMPY"
-CHUNK = 1 << 26  # tokens per check
+CHUNK = 1 << 26  # tokens read at a time
 
 
 @dataclass
 class Data:
-    """One data file. :param documents: number of end-of-document tokens, or Megatron's count.
+    """Facts about a data file.
 
-    :param eos: id of the end of a document.
-    :param labels: number of tokens with a loss, by the label mask beside the file; None without a mask.
+    :param eos: id of the end-of-document token; -1 for none.
+    :param documents: number of end-of-document tokens, or the count in Megatron's index.
+    :param labels: number of tokens with a loss, from the label mask beside the file; None without a mask.
     """
 
     path: Path
@@ -38,23 +39,23 @@ class Data:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Return OLMo's ``*.npy`` and Megatron's ``*.bin`` in folders (also linked ones), or the given files; each once.
+    """Return files as they are, and all ``*.npy`` (OLMo) and ``*.bin`` (Megatron) in folders. No file is repeated.
 
-    :raises LNSConfigError: a path that does not exist, or nothing found.
+    :raises LNSConfigError: a path that does not exist, or folders without data.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise LNSConfigError(f"{path}: no such file or folder")
-        named = path.with_suffix(".bin") if path.suffix == ".idx" else path
-        for file in sorted(_walk(path)) if path.is_dir() else [named]:
-            found.setdefault(os.path.realpath(file), file)
-    if not found:
+        data_file = path.with_suffix(".bin") if path.suffix == ".idx" else path
+        for file in sorted(_data_files(path)) if path.is_dir() else [data_file]:
+            files.setdefault(os.path.realpath(file), file)
+    if not files:
         raise LNSConfigError("no data found: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
-    return [*found.values()]
+    return list(files.values())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _data_files(folder: Path) -> Iterator[Path]:
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -66,9 +67,9 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Return the ``NAME.json`` that ``data prepare`` wrote beside a file, by part or whole name; else empty.
+    """Return the record ``NAME.json`` that ``data prepare`` wrote beside ``NAME-00000.npy``; empty without a record.
 
-    :raises LNSConfigError: the record cannot be read.
+    :raises LNSConfigError: a record that cannot be read.
     """
     for record in (path.with_name(f"{path.stem}.json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")):
         if record.is_file() and record.name != "tokenizer.json":
@@ -80,66 +81,67 @@ def record_of(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None = None, eos: int | None = None) -> Data:
-    """Read and check one file; faults are in ``problems``, and nothing is raised.
+    """Read and check one file. Faults are listed in ``problems``; none is raised.
 
-    :param dtype, vocabulary: those of the training config; None reads the record beside the file (without one uint16,
-        and the vocabulary of the shipped configs); a Megatron file names its dtype. :param eos: the same; -1: none.
+    :param dtype, vocabulary: values of the training config. None takes them from the record beside the file; without a
+        record uint16 and the vocabulary of the shipped configs. A Megatron file names its own dtype.
+    :param eos: id of the end-of-document token; -1 for none, and None as for ``dtype``.
     """
     result = Data(path, dtype or "uint16")
     try:
-        known = record_of(path)
-        result.eos = int(known.get("eos", DOLMA.eos)) if eos is None else eos
+        record = record_of(path)
+        result.eos = int(record.get("eos", DOLMA.eos)) if eos is None else eos
         if path.suffix == ".bin":
-            documents = _index(result)
-            _tokens(result, vocabulary or DOLMA.embedding)
+            documents = _read_index(result)
+            _check_tokens(result, vocabulary or DOLMA.embedding)
             result.documents = documents
             return result
-        result.dtype = dtype or str(known.get("dtype", "uint16"))
+        result.dtype = dtype or str(record.get("dtype", "uint16"))
         with path.open("rb") as file:
             if file.read(len(NUMPY_HEADER)) == NUMPY_HEADER:
                 raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
-        _tokens(result, vocabulary or int(known.get("vocabulary", DOLMA.vocabulary)))
+        _check_tokens(result, vocabulary or int(record.get("vocabulary", DOLMA.vocabulary)))
         if (mask := path.with_suffix(".mask")).is_file():
-            if (found := mask.stat().st_size) != result.tokens:
-                raise LNSConfigError(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
+            if (positions := mask.stat().st_size) != result.tokens:
+                raise LNSConfigError(f"{mask.name} has {positions:,} positions, the file {result.tokens:,} tokens")
             result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
     except (LNSConfigError, OSError) as error:
         result.problems.append(str(error))
     return result
 
 
-def _tokens(result: Data, vocabulary: int) -> None:
-    """Check and count the ids of a memmap."""
+def _check_tokens(result: Data, vocabulary: int) -> None:
+    """Check and count the token ids in a file."""
     eos = None if result.eos == -1 else result.eos
-    size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
+    size, itemsize = result.path.stat().st_size, np.dtype(result.dtype).itemsize
     if not size:
         raise LNSConfigError("is empty")
-    if size % width:
+    if size % itemsize:
         raise LNSConfigError(
-            f"{size:,} bytes, expected a multiple of {width} ({result.dtype}): truncated, or another dtype"
+            f"{size:,} bytes, expected a multiple of {itemsize} ({result.dtype}): truncated, or another dtype"
         )
-    memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
-    result.tokens, result.lowest, odd = len(memmap), int(memmap[0]), 0
-    for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
-        result.lowest, result.highest = min(result.lowest, int(part.min())), max(result.highest, int(part.max()))
-        result.documents += 0 if eos is None else int((part == eos).sum())
-        odd = max(odd, int(part[1::2].max(initial=0)))
-    if len(memmap) > 1 and result.highest > 255 and odd < 16:  # high halves of ids below a million
+    tokens = np.memmap(result.path, dtype=result.dtype, mode="r")
+    result.tokens, result.lowest, highest_odd = len(tokens), int(tokens[0]), 0
+    for chunk in (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK)):
+        result.lowest, result.highest = min(result.lowest, int(chunk.min())), max(result.highest, int(chunk.max()))
+        result.documents += 0 if eos is None else int((chunk == eos).sum())
+        highest_odd = max(highest_odd, int(chunk[1::2].max(initial=0)))
+    if len(tokens) > 1 and result.highest > 255 and highest_odd < 16:  # the upper halves of wider ids below a million
         raise LNSConfigError(
             f"every second token is 0 or close to 0: the file seems to have a wider dtype than {result.dtype}"
         )
     if result.lowest < 0 or result.highest >= vocabulary:
-        bad = result.lowest if result.lowest < 0 else result.highest
-        where = f"outside the vocabulary of {vocabulary:,}: not {result.dtype}, or of another tokenizer"
-        raise LNSConfigError(f"token {bad:,} is {where}")
+        token = result.lowest if result.lowest < 0 else result.highest
+        reason = f"not {result.dtype}, or of another tokenizer"
+        raise LNSConfigError(f"token {token:,} is outside the vocabulary of {vocabulary:,}: {reason}")
     if eos is not None and not result.documents:
-        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or other --eos")
+        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or another --eos")
 
 
-def _index(result: Data) -> int:
-    """Set the dtype of a ``.bin`` and return its number of documents, both from its ``.idx``.
+def _read_index(result: Data) -> int:
+    """Set the dtype of a ``.bin`` from its ``.idx``, and return the number of documents.
 
-    :raises LNSConfigError: Megatron cannot read the index, or it is of another ``.bin``.
+    :raises LNSConfigError: an index that Megatron cannot read, or the index of another ``.bin``.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -148,16 +150,16 @@ def _index(result: Data) -> int:
     try:
         index = IndexedDataset(str(result.path.with_suffix(""))).index
     except (AssertionError, ValueError) as error:
-        raise LNSConfigError(f"Megatron cannot read it: {one_line(error)}") from None
+        raise LNSConfigError(f"Megatron cannot read the index: {one_line(error)}") from None
     result.dtype = np.dtype(index.dtype).name
-    counted = int(index.sequence_lengths.sum(dtype=np.int64)) * np.dtype(index.dtype).itemsize
-    if counted != (size := result.path.stat().st_size):
-        raise LNSConfigError(f"{size:,} bytes, but its index counts {counted:,}: truncated")
+    expected = int(index.sequence_lengths.sum(dtype=np.int64)) * np.dtype(index.dtype).itemsize
+    if expected != (size := result.path.stat().st_size):
+        raise LNSConfigError(f"{size:,} bytes, but its index counts {expected:,}: truncated")
     return len(index.document_indices) - 1
 
 
-def held_out(path: Path) -> bool:
-    """Return true for a held-out file, by its folder or the start of its name."""
+def is_heldout(path: Path) -> bool:
+    """Return true for a held-out file, by the name of its folder or the start of its own name."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 
@@ -169,20 +171,19 @@ def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> 
         print(f"{result.path}: {result.dtype}, {result.tokens:,} tokens, {ids}")
         for problem in result.problems:
             print(f"{result.path}: PROBLEM: {problem}")
-    # OLMo drops the end of a file that does not fill a sequence; padding has no label; held-out text is not trained on.
-    trained = [r for r in results if not r.problems and not held_out(r.path)]
-    sequences = sum(r.tokens // sequence for r in trained)
-    usable = sum(r.tokens // sequence * sequence if r.labels is None else r.labels for r in trained)
-    kinds, bad = {result.dtype for result in results}, sum(bool(result.problems) for result in results)
-    if len(kinds) > 1:
-        print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; expected one for a config")
-        bad += 1
-    trained_on = f"{usable:,} tokens to train on in {sequences:,} sequences of {sequence}"
-    print(f"{len(results)} files, {trained_on}, {bad} problems")
-    for wanted, found, what in ((budget, usable, "tokens"), (rows, sequences, "sequences")):
-        if wanted > found:
-            print(
-                f"PROBLEM: wanted {wanted:,.0f} {what}: the run would read the data {wanted / max(1, found):.3g} times"
-            )
-            bad += 1
-    return bad
+    # OLMo drops the end of a file that does not fill a sequence. Padding has no label. No run trains on held-out files.
+    training = [result for result in results if not result.problems and not is_heldout(result.path)]
+    sequences = sum(data.tokens // sequence for data in training)
+    tokens = sum(data.tokens // sequence * sequence if data.labels is None else data.labels for data in training)
+    problems = sum(bool(result.problems) for result in results)
+    if len(dtypes := sorted({result.dtype for result in results})) > 1:
+        print(f"PROBLEM: more than one dtype: {', '.join(dtypes)}; expected one for a config")
+        problems += 1
+    totals = f"{tokens:,} tokens to train on in {sequences:,} sequences of {sequence}"
+    print(f"{len(results)} files, {totals}, {problems} problems")
+    for expected, actual, unit in ((budget, tokens, "tokens"), (rows, sequences, "sequences")):
+        if expected > actual:
+            repeats = expected / max(1, actual)
+            print(f"PROBLEM: expected {expected:,.0f} {unit}: the run would read the data {repeats:.3g} times")
+            problems += 1
+    return problems

@@ -11,11 +11,11 @@ from olmo_lns.arguments import Parser, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.files import located
+from olmo_lns.study.files import locate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``olmo-lns data``. :returns: 1 if a checked file has a problem, or the data are smaller than the budget."""
+    """Run ``olmo-lns data``. :returns: 1 if ``check`` finds a problem, or too few tokens or sequences; else 0."""
     parser = Parser(prog="olmo-lns data", description="Make and check tokenised training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("--budget", type=float, default=0, help="tokens to train on, without padding, such as 20e9")
     checking.add_argument("--rows", type=float, default=0, help="sequences a run reads: steps × batch")
     checking.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
-    fetching = commands.add_parser("fetch", help="fetch a list of tokenised files, of each only the needed part")
-    fetching.add_argument("list", help="a file, or a name of the pack: dolma")
+    fetching = commands.add_parser("fetch", help="fetch the needed part of each tokenised file in a list")
+    fetching.add_argument("list", help="a file, or a name in the pack: dolma")
     fetching.add_argument("--tokens", type=float, default=20e9, help="tokens of training text (default 20e9)")
     fetching.add_argument("--heldout", type=float, default=2e6, help="tokens of held-out text (default 2e6)")
     fetching.add_argument("-o", "--out", type=Path, required=True, help="folder")
@@ -38,15 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--eos '</s>' --pad '<pad>' --out c4",
         )
     )
-    converting = commands.add_parser("megatron", help="turn OLMo's memmaps into Megatron's .bin and .idx")
+    converting = commands.add_parser("megatron", help="convert OLMo's memmaps to Megatron's .bin and .idx")
     converting.add_argument("-o", "--out", type=Path, required=True, help="folder")
     for command in (checking, converting):
         command.add_argument("paths", nargs="+", type=Path, help="folders (searched recursively) or files")
         command.add_argument(
-            "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: their record's, uint16)"
+            "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: of the record, else uint16)"
         )
-        command.add_argument("--vocab-size", type=int, help=f"default: the record's, without one {DOLMA.vocabulary}")
-        command.add_argument("--eos", type=int, help=f"end of document (default: the record's, {DOLMA.eos}); -1: none")
+        command.add_argument("--vocab-size", type=int, help=f"default: of the record, else {DOLMA.vocabulary}")
+        command.add_argument("--eos", type=int, help=f"end of document, -1: none (default: the record's, {DOLMA.eos})")
     args = parser.parse_args(argv)
     return {"check": _check, "fetch": _fetch, "prepare": prepare.run, "megatron": _megatron}[args.command](args)
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
 
-    files = read_list(located(args.list, "data"))
+    files = read_list(locate(args.list, "data"))
     if min(args.tokens, args.heldout) <= 0:
         raise LNSConfigError("--tokens and --heldout: expected numbers above 0")
     heldout = {name: url for name, url in files.items() if name.startswith(HELDOUT)}
@@ -66,11 +66,11 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    found = [
+    results = [
         check.check_file(path, dtype=args.dtype, vocabulary=args.vocab_size, eos=args.eos)
         for path in check.find(args.paths)
     ]
-    return int(check.report(found, args.budget, args.rows, args.sequence) > 0)
+    return int(check.report(results, args.budget, args.rows, args.sequence) > 0)
 
 
 def _megatron(args: argparse.Namespace) -> int:

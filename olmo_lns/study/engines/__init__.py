@@ -1,4 +1,4 @@
-"""Engines: one module for each training framework, and the table of them."""
+"""Engines: one module for each training framework, and the table of all engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "setting
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
-#: OLMo-core before OLMo, since its files also have OLMo's ``file_key``.
+#: OLMo-core precedes OLMo, because OLMo-core's files also have OLMo's ``file_key``.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 
 def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
-    """The settings that make a run of ``engine`` this arm.
+    """Return the settings that make a run of ``engine`` this arm.
 
     :raises LNSConfigError: the framework does not support the arm.
     """
-    found = engine.arm(arm)
-    if found is None:
-        others = " and ".join(other.title for other in ENGINES.values() if other.arm(arm) is not None)
-        raise LNSConfigError(f"arm {arm.name!r} is supported by {others} only")
-    return found
+    overrides = engine.arm_overrides(arm)
+    if overrides is None:
+        supporting = [other.title for other in ENGINES.values() if other.arm_overrides(arm) is not None]
+        raise LNSConfigError(f"arm {arm.name!r} is supported by {' and '.join(supporting)} only")
+    return overrides

@@ -1,4 +1,4 @@
-"""A training framework as a study needs it (:class:`Engine`), and one run.
+"""The interface between a study and a training framework (:class:`Engine`), and one run.
 
 Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dotted keys of their configs),
 ``{"num_layers": 8, …}`` for Megatron (names of its argument namespace).
@@ -22,44 +22,44 @@ from olmo_lns.study.files import flatten
 class Shape:
     """A Pre-LN decoder with SwiGLU and no biases, its training budget, and its layout over GPUs.
 
-    :param inner: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
-    :param vocabulary: rows of the embedding table, padding included.
-    :param sequence: tokens in a sequence. :param batch: sequences in an optimizer step.
+    :param ffn_hidden_size: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
+    :param vocab_size: rows of the embedding table, padding included.
+    :param sequence_length: tokens in a sequence. :param batch_size: sequences in an optimizer step.
     :param steps: optimizer steps; 0 for a duration in epochs, which depends on the data.
-    :param micro_batch: a GPU's part of the batch is a multiple of this. :param split: GPUs that share one model.
+    :param micro_batch_size: divisor of the batch of a GPU. :param model_parallel_size: GPUs for one copy of the model.
     """
 
     layers: int
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
-    inner: int
-    vocabulary: int
-    tied: bool
-    gain: bool
-    sequence: int
-    batch: int
+    ffn_hidden_size: int
+    vocab_size: int
+    has_tied_embeddings: bool
+    has_norm_weight: bool
+    sequence_length: int
+    batch_size: int
     steps: int
     warmup: int
     learning_rate: float
-    micro_batch: int = 1
-    split: int = 1
+    micro_batch_size: int = 1
+    model_parallel_size: int = 1
 
     @property
-    def embedding(self) -> int:
-        return self.vocabulary * self.width
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All parameters, the output projection counted unless tied."""
-        kv = self.width * self.kv_heads // self.heads
-        block = 2 * self.width**2 + 2 * self.width * kv + 3 * self.width * self.inner
-        norms = (2 * self.layers + 1) * self.width if self.gain else 0
-        return self.embedding * (1 if self.tied else 2) + self.layers * block + norms
+        """Number of parameters; a tied output projection is not counted again."""
+        kv_size = self.hidden_size * self.kv_heads // self.heads
+        block = self.hidden_size * (2 * self.hidden_size + 2 * kv_size + 3 * self.ffn_hidden_size)
+        norms = (2 * self.layers + 1) * self.hidden_size if self.has_norm_weight else 0
+        return self.embedding_parameters * (1 if self.has_tied_embeddings else 2) + self.layers * block + norms
 
     @property
     def tokens_per_step(self) -> int:
-        return self.sequence * self.batch
+        return self.sequence_length * self.batch_size
 
     @property
     def tokens(self) -> int:
@@ -67,32 +67,35 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """``6 N D`` plus attention ``12 L d s D``, N without the input embedding (a lookup) but with the head,
-        the full (non-causal) attention matrix: the convention of most published MFU figures.
-        """
-        n = self.parameters if self.tied else self.parameters - self.embedding
-        return (6 * n + 12 * self.layers * self.width * self.sequence) * float(self.tokens)
+        """Training FLOPs by the convention of most published MFU figures: ``6 N D`` plus attention ``12 L d s D``.
 
-    def problem(self, gpus: int) -> str | None:
+        N includes the head but not the input embedding (a lookup); the attention matrix is full (non-causal).
+        """
+        n = self.parameters if self.has_tied_embeddings else self.parameters - self.embedding_parameters
+        return (6 * n + 12 * self.layers * self.hidden_size * self.sequence_length) * float(self.tokens)
+
+    def batch_problem(self, gpus: int) -> str | None:
         """Return the reason why GPUs cannot share the batch evenly; None if they can."""
-        if gpus % self.split == 0 and self.batch % (gpus // self.split * self.micro_batch) == 0:
+        copies, rest = divmod(gpus, self.model_parallel_size)
+        if rest == 0 and self.batch_size % (copies * self.micro_batch_size) == 0:
             return None
         return (
-            f"{gpus} GPUs, {self.split} for each copy of the model, at a micro-batch of {self.micro_batch} do not "
-            f"divide the batch of {self.batch}: take another number of GPUs or a smaller micro-batch"
+            f"{gpus} GPUs, {self.model_parallel_size} for each copy of the model, at a micro-batch of "
+            f"{self.micro_batch_size} do not divide the batch of {self.batch_size}: use another number of GPUs or a "
+            "smaller micro-batch"
         )
 
 
 class Engine(Protocol):
-    """One framework, whose class implements the methods without a body.
+    """One training framework. Its class implements the methods that have no body here.
 
-    :param name: ``framework:`` in a description. :param title: name in sentences.
-    :param file_key: top-level key that identifies this framework's config files.
-    :param arm_keys: keys that define an arm and may differ between two arms of one size.
-    :param compared: keys that change the loss by more than rounding; not names, folders and the machine.
-    :param base_arm: arm whose config file serves an arm without a file.
+    :param name: value of ``framework:`` in a description. :param title: name in messages.
+    :param file_key: top-level key that identifies the framework's config files.
+    :param arm_keys: settings that define an arm and may differ between two arms of one size.
+    :param compared_keys: settings that change the loss by more than rounding; names, folders and the machine do not.
+    :param base_arm: arm whose config file is the base of every arm without a file.
     :param save_variable, data_variable: environment variables that the config files read.
-    :param plain_keys: field of the shape -> the setting with the same value.
+    :param shape_keys: field of :class:`Shape` -> the setting with the same value.
     :param rate_keys: settings that scale with the learning rate, the peak first.
     """
 
@@ -101,89 +104,93 @@ class Engine(Protocol):
     file_key: str
     default_seed: int = 6198
     arm_keys: frozenset[str]
-    compared: re.Pattern[str]
+    compared_keys: re.Pattern[str]
     base_arm: str = "preln"
     save_variable: str = "OLMO_SAVE_DIR"
     data_variable: str = "OLMO_DATA_DIR"
-    plain_keys: Mapping[str, str]
+    shape_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
 
-    def arm(self, arm: Arm) -> dict[str, Any] | None:
-        """Return the settings of an arm; None if the framework does not support it."""
+    def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
+        """Return the settings that make a run this arm; None if the framework does not support the arm."""
 
-    def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that define an arm, missing ones at their default."""
+    def arm_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a run that define its arm, with defaults for missing keys."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
-    def identity(self, name: str, seed: int) -> dict[str, Any]:
-        """Return overrides with a run's name and seed."""
+    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
+        """Return the overrides for a run's name and seed."""
 
-    def rate(self, config: Path, rate: float) -> dict[str, Any]:
-        """Return overrides for the peak learning rate, with the lowest rate in proportion."""
+    def rate_overrides(self, config: Path, rate: float) -> dict[str, Any]:
+        """Return the overrides for a peak learning rate; the lowest rate changes in proportion."""
         return {self.rate_keys[0]: rate}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """Load a file with overrides as the framework does. Its variables need not be set.
+        """Load a config file with overrides as the framework does. Its variables need not be set.
 
-        :raises LNSConfigError: the framework refuses it.
+        :raises LNSConfigError: the framework refuses the config.
         """
 
     def settings(self, loaded: Any) -> dict[str, Any]:
-        """Return the flat settings of a :meth:`load` result."""
+        """Return the flat settings of a config from :meth:`load`."""
         return flatten(loaded)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """Return the shape. :raises LNSConfigError: a missing key, or a value that is not a number."""
+        """Return the shape of a run. :raises LNSConfigError: a missing key, or a value that is not a number."""
         try:
-            plain = {name: int(settings[key]) for name, key in self.plain_keys.items()}
-            return Shape(**plain | {"learning_rate": float(settings[self.rate_keys[0]])} | self.derived(settings))
+            fields: dict[str, Any] = {field: int(settings[key]) for field, key in self.shape_keys.items()}
+            return Shape(learning_rate=float(settings[self.rate_keys[0]]), **fields | self.derived_fields(settings))
         except KeyError as error:
             raise LNSConfigError(f"the config has no {error.args[0]!r}: expected a complete config") from error
         except (TypeError, ValueError) as error:
-            raise LNSConfigError(f"a number of the config cannot be read: {error}") from error
+            raise LNSConfigError(f"a number in the config cannot be read: {error}") from error
 
-    def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the shape that need more than one setting."""
+    def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of :class:`Shape` that are not the value of one setting."""
 
     def count(self, path: Path, loaded: Any) -> int:
-        """Count the parameters, with the framework's model if it can be built."""
+        """Return the number of parameters, counted in the framework's model if it can be built."""
         return self.shape(self.settings(loaded)).parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
-        """Return the contradictions between the settings of a loaded file."""
+        """Return the contradictions between the settings of a run on this number of GPUs."""
 
-    def unchecked(self) -> str:
-        """Return the check that this environment does not allow, ``""`` without any."""
+    def skipped_check(self) -> str:
+        """Name the check that this environment cannot run; ``""`` if all checks run."""
         return ""
 
-    def words(self, run: Run, folder: Path) -> list[str]:
-        """Return the training script's arguments for a run in ``folder``, new or resumed."""
+    def arguments(self, run: Run, folder: Path) -> list[str]:
+        """Return the training script's arguments that start or resume a run in ``folder``."""
 
     def variables(self, run: Run) -> dict[str, str]:
-        """Return environment variables of this run besides those of its config file."""
+        """Return the environment variables that a run needs in addition to those of its config file."""
         return {}
 
-    def padding(self, settings: Mapping[str, Any]) -> float:
-        """Return the correction factor of a held-out loss that is averaged over positions without a label too."""
+    def heldout_correction(self, settings: Mapping[str, Any]) -> float:
+        """Return the factor that corrects a held-out loss averaged over positions with and without a label."""
         return 1.0
 
-    def used(self, folder: Path) -> dict[str, Any]:
-        """Return the flat settings that the run in ``folder`` saved; empty without any."""
+    def saved_settings(self, folder: Path) -> dict[str, Any]:
+        """Return the flat settings that the run in ``folder`` saved; empty if it saved none."""
 
 
 def dot_list(settings: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value`` words for OLMo and OLMo-core, which read YAML; text that YAML would change is quoted."""
-    kept = {key: isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value) for key, value in settings.items()}
-    return [f"{k}={v if kept[k] else json.dumps(v, ensure_ascii=False)}" for k, v in settings.items()]
+    """Return ``key=value`` arguments for OLMo and OLMo-core. Text that YAML would change is quoted."""
+
+    def to_yaml(value: Any) -> str:
+        is_plain_text = isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value)
+        return value if is_plain_text else json.dumps(value, ensure_ascii=False)
+
+    return [f"{key}={to_yaml(value)}" for key, value in settings.items()]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a study; ``name`` is also its folder.
+    """One training run of a study; ``name`` is also the name of its folder.
 
     :param group: size; runs of the same group and seed are compared.
-    :param arm: ``""`` for a config without an arm's name.
-    :param rate: learning rate from the description's ``rates``, else None.
+    :param arm: name of the arm; ``""`` for a config file that names none.
+    :param rate: learning rate from the description's ``rates``; None for the config's rate.
     """
 
     group: str
@@ -196,7 +203,7 @@ class Run:
 
     @property
     def size(self) -> str:
-        """The group, with the learning rate if there is one: ``60Mx0.0006``."""
+        """The group, followed by the learning rate from ``rates`` if there is one: ``60Mx0.0006``."""
         return self.group if self.rate is None else f"{self.group}x{self.rate:g}"
 
     @property
@@ -205,17 +212,17 @@ class Run:
 
     @cached_property
     def loaded(self) -> Any:
-        """The config as the framework loads it, cached."""
+        """The config as the framework loads it."""
         return self.engine.load(self.config, self.overrides)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All flat settings."""
+        """All settings of the run, flat."""
         return self.engine.settings(self.loaded)
 
     @cached_property
-    def counted(self) -> int:
-        """Number of parameters, of the framework's model if it can be built."""
+    def parameter_count(self) -> int:
+        """Number of parameters, counted in the framework's model if it can be built."""
         return self.engine.count(self.config, self.loaded)
 
     @property

@@ -1,4 +1,4 @@
-"""OLMo in a study: its ``TrainConfig``, its launcher's dot list, its saved config and log."""
+"""The OLMo engine: OLMo's ``TrainConfig``, the arguments of its launcher, the config that it saves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 
-#: Initialization -> init_fn; ``upstream`` keeps the config's init_fn and so defines no arm.
+#: Initialization -> ``init_fn``. ``upstream`` is missing: it keeps the ``init_fn`` of the config, which defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Load a ``TrainConfig`` like ``scripts/train.py file --key=value``; data paths need not exist.
+    """Load a ``TrainConfig`` as ``scripts/train.py file --key=value`` does. Data paths need not exist.
 
-    :raises LNSConfigError: OLMo's error, with the file's name.
+    :raises LNSConfigError: OLMo refuses the config; the message has the file's name and OLMo's error.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -32,58 +32,59 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     from olmo.config import TrainConfig
     from olmo.exceptions import OLMoConfigurationError
 
-    files.read_text(path)  # refuses a repeated key
-    missing = {name: f"/{name}-is-not-set" for name in files.needed(path) if name not in os.environ}
+    files.read_text(path)  # raises for a repeated key
+    missing = {name: f"/{name}-is-not-set" for name in files.required_variables(path) if name not in os.environ}
     with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo warns at every load
         try:
             return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
+            raise LNSConfigError(f"{path}: OLMo refuses the config: {one_line(error)}") from error
 
 
 class OLMoEngine(Engine):
     name, title, file_key = "olmo", "OLMo", "model"
     arm_keys = frozenset({"model.layer_norm_type", "model.init_fn"})
-    compared = re.compile(
+    compared_keys = re.compile(
         r"model\.(?!init_device|flash_attention)|optimizer\.(?!metrics)|scheduler\.|data\.(paths|label_mask|memmap|generate|seed)"
         r"|global_train_batch_size|max_|stop_at|precision|load_path|seed|epoch|softmax_auxiliary_loss"
     )
-    plain_keys = {
-        "layers": "model.n_layers", "width": "model.d_model", "heads": "model.n_heads", "warmup": "scheduler.t_warmup",
-        "sequence": "model.max_sequence_length", "batch": "global_train_batch_size",
+    shape_keys = {
+        "layers": "model.n_layers", "hidden_size": "model.d_model", "heads": "model.n_heads",
+        "sequence_length": "model.max_sequence_length", "batch_size": "global_train_batch_size",
+        "warmup": "scheduler.t_warmup",
     }  # fmt: skip
     rate_keys: tuple[str, ...] = ("optimizer.learning_rate", "scheduler.warmup_min_lr")
 
-    def arm(self, arm: Arm) -> dict[str, Any] | None:
+    def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
         init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
         if init_fn is None:
             return None
         return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
 
-    def identity(self, name: str, seed: int) -> dict[str, Any]:
+    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
         """Load OLMo's ``TrainConfig``."""
         return load(path, overrides)
 
-    def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        heads, width = int(settings["model.n_heads"]), int(settings["model.d_model"])
-        hidden = settings.get("model.mlp_hidden_size") or int(settings["model.mlp_ratio"]) * width
-        kv = settings.get("model.n_kv_heads") or (1 if settings.get("model.multi_query_attention") else heads)
+    def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        heads, hidden_size = int(settings["model.n_heads"]), int(settings["model.d_model"])
+        mlp_hidden_size = settings.get("model.mlp_hidden_size") or int(settings["model.mlp_ratio"]) * hidden_size
+        kv_heads = settings.get("model.n_kv_heads") or (1 if settings.get("model.multi_query_attention") else heads)
         duration = str(settings["max_duration"]).strip()
-        if duration.endswith("T"):  # tokens, as "20e9T"
-            a_step = int(settings["global_train_batch_size"]) * int(settings["model.max_sequence_length"])
-            steps = -(-int(float(duration[:-1])) // a_step)
+        if duration.endswith("T"):  # tokens, such as 20e9T
+            tokens_per_step = int(settings["global_train_batch_size"]) * int(settings["model.max_sequence_length"])
+            steps = -(-int(float(duration[:-1])) // tokens_per_step)
         else:
             steps = 0 if duration.endswith("ep") else int(float(duration))
         return {
-            "kv_heads": int(kv),
-            "inner": int(hidden) // 2,
-            "vocabulary": int(settings.get("model.embedding_size") or settings["model.vocab_size"]),
-            "tied": bool(settings["model.weight_tying"]),
-            "gain": bool(settings["model.layer_norm_with_affine"]),
+            "kv_heads": int(kv_heads),
+            "ffn_hidden_size": int(mlp_hidden_size) // 2,
+            "vocab_size": int(settings.get("model.embedding_size") or settings["model.vocab_size"]),
+            "has_tied_embeddings": bool(settings["model.weight_tying"]),
+            "has_norm_weight": bool(settings["model.layer_norm_with_affine"]),
             "steps": steps,
         }
 
@@ -98,37 +99,41 @@ class OLMoEngine(Engine):
         return int(model.num_params())
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
-        stop, steps = settings["stop_at"], self.shape(settings).steps
-        if steps and stop is None:
+        stop_at, steps = settings["stop_at"], self.shape(settings).steps
+        if steps and stop_at is None:
             return [f"stop_at is not set and OLMo would run {steps + 10} steps; expected {steps}"]
-        if steps and int(stop) != steps:
-            return [f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle"]
+        if steps and int(stop_at) != steps:
+            return [f"stop_at {stop_at} is not max_duration {steps}: the schedule would be cut or idle"]
         return []
 
-    def words(self, run: Run, folder: Path) -> list[str]:
-        own = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
-        return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
+    def arguments(self, run: Run, folder: Path) -> list[str]:
+        checkpoints = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
+        return [str(run.config.resolve()), *(f"--{item}" for item in dot_list({**run.overrides, **checkpoints}))]
 
-    def padding(self, settings: Mapping[str, Any]) -> float:
-        """Correct OLMo's average, which divides a row's summed loss by all its positions.
+    def heldout_correction(self, settings: Mapping[str, Any]) -> float:
+        """Return the ratio of positions to labels: OLMo divides the summed loss of a row by all positions of the row.
 
-        :raises LNSConfigError: missing masks, or an evaluation of a part of the rows.
+        :raises LNSConfigError: a missing label mask, or an evaluator that reads only a part of the rows.
         """
         import numpy as np
 
-        length, positions, labels = int(settings["model.max_sequence_length"]), 0, 0
+        sequence_length, positions, labels = int(settings["model.max_sequence_length"]), 0, 0
         for evaluator in settings.get("evaluators") or []:
-            masks = evaluator["label"] == "heldout" and evaluator["data"].get("label_mask_paths")
+            if evaluator["label"] != "heldout":
+                continue
+            masks = evaluator["data"].get("label_mask_paths") or []
             if masks and evaluator.get("subset_num_batches"):
                 raise LNSConfigError("evaluator heldout: expected all rows with label masks, found a subset")
-            for path in masks or ():
+            for path in masks:
                 if not Path(path).is_file():
                     raise LNSConfigError(f"no label mask {path}: set OLMO_DATA_DIR to the folder of the data")
                 mask = np.fromfile(path, dtype=np.bool_)
-                predicted = mask[: len(mask) // length * length].reshape(-1, length)[:, 1:]
-                positions, labels = positions + predicted.size, labels + int(predicted.sum())
+                rows = mask[: len(mask) // sequence_length * sequence_length].reshape(-1, sequence_length)
+                predicted = rows[:, 1:]  # the first token of a row is not predicted
+                positions += predicted.size
+                labels += int(predicted.sum())
         return positions / labels if labels else 1.0
 
-    def used(self, folder: Path) -> dict[str, Any]:
-        saved = folder / "config.yaml"
-        return {**self.settings(load(saved)), "load_path": None} if saved.is_file() else {}
+    def saved_settings(self, folder: Path) -> dict[str, Any]:
+        path = folder / "config.yaml"
+        return {**self.settings(load(path)), "load_path": None} if path.is_file() else {}

@@ -35,7 +35,7 @@ def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
     log = tmp_path / "a.log"
     log.write_text(LOG)
     curve = curve_of(tmp_path)
-    assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total == 3
+    assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total_steps == 3
     log.write_text(LOG[: LOG.index("    train/CE loss=5.956")])  # as a kill leaves it
     assert curve_of(tmp_path).losses == {1: 5.979}
 
