@@ -32,14 +32,14 @@ def plain_initialization(config: C) -> C:
     megatron: Any = getattr(config, "transformer", config)
     if hasattr(olmo, "init_fn") and hasattr(olmo, "layer_norm_type"):
         from olmo_lns.integrations.olmo import register
-        from olmo_lns.integrations.olmo.model import ask_for_plain_initialization as ask_olmo
+        from olmo_lns.integrations.olmo.model import request_plain_initialization as request_olmo
 
         register()
-        ask_olmo(olmo)
+        request_olmo(olmo)
     elif hasattr(megatron, "output_layer_init_method"):
-        from olmo_lns.integrations.megatron import plain_initialization as ask_megatron
+        from olmo_lns.integrations.megatron import plain_initialization as request_megatron
 
-        ask_megatron(megatron)
+        request_megatron(megatron)
     elif hasattr(config, "base_model_prefix"):
         from olmo_lns.integrations.transformers.models import plain_initialization as draw
 

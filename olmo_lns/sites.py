@@ -1,6 +1,6 @@
 """Sites: scale a norm, measure it, read its scheme back, count and report sites.
 
-The module that computes the plan of a sub-layer (in LayerNorm Scaling its norm) has a :class:`Site`. The scheme of a
+A :class:`Site` marks the module that computes the plan of a sub-layer, in LayerNorm Scaling the norm. The scheme of a
 built model is always read from its sites.
 
 A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
@@ -51,7 +51,7 @@ class Site:
 
 
 def attach(module: Any, *new_sites: Site) -> None:
-    """Store on ``module`` the sites whose plans it computes.
+    """Store on ``module`` the sites whose plans the module computes.
 
     :raises LNSConfigError: the module has a scheme already.
     """
@@ -110,8 +110,8 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
     if sorted(actual) != sorted(expected) or read_back(model) != scheme:
         raise MeasurementError(
             f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(actual)} sub-layers "
-            f"{actual}, expected {expected}. This framework builds its blocks in an unknown way: report it, or run "
-            "without a scheme."
+            f"{actual}, expected {expected}. This framework builds its blocks in an unknown way: report this error, or "
+            "run without a scheme."
         )
 
 
@@ -281,7 +281,7 @@ def _takes_as_much(stock: Any, folded: Any) -> bool:
 
 
 def is_plain(stock: type) -> bool:
-    """Return true if a class has the forward of its source file: not decorated, not replaced."""
+    """Return true if the forward of a class is the one of its source file, not decorated and not replaced."""
     forward = inspect.getattr_static(stock, "forward", None)
     owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)
     code = getattr(forward, "__code__", None)

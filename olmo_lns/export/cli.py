@@ -17,20 +17,22 @@ examples:
   olmo-lns export runs/lns/step1000 folded --format olmo           run in stock OLMo
   olmo-lns export runs/lns/step1000 model --format hf --dtype bf16 transformers, vLLM, llama.cpp
   olmo-lns export LNS_1B model --scheme lns                        a stock Llama that was trained with LNS elsewhere
-then compare: olmo-lns verify runs/lns/step1000 model
+To compare: olmo-lns verify runs/lns/step1000 model
 """
 _VERIFY = """\
 Run a checkpoint and its export on the same random tokens and compare.
 
-It passes when the config says the same of everything that changes a function; when every weight is the checkpoint's,
-folded anew; and when no logit of an fp32 export is off by more than 1e-5 of the largest; of a bf16 or fp16 export, by
-more than twice what running the checkpoint itself in that dtype costs.
+The export passes if
+- every setting that changes the function is equal,
+- every weight equals the weight of a new fold,
+- no logit differs by more than 1e-5 of the largest logit, in fp32; in bf16 and fp16, by more than twice the rounding
+  error of the checkpoint itself in that dtype.
 """
-_SCHEME = "of a checkpoint that doesn't say it, such as lns or lns:exponent=0.25"
+_SCHEME = "scheme of a checkpoint whose config names none: lns, or lns:exponent=0.25"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
+    """Run ``olmo-lns export``. :raises LNSError: an export that is refused or fails. Partial files are removed."""
     args = _export_parser().parse_args(argv)
     from olmo_lns.export import megatron
     from olmo_lns.export.convert import WRITTEN_AS, convert, finished, write_tokenizer
@@ -55,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and format_name == kind:
-                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Add --scheme lns if it had one.")
+                raise LNSConfigError(
+                    f"{folder} names no scheme: nothing to fold. Add --scheme lns if its weights need it."
+                )
             converted = convert(opened, format_name, dtype)
             summary = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(converted.model).__name__}: {summary}"]
@@ -75,19 +79,19 @@ def _export_parser() -> argparse.ArgumentParser:
     add("output", help="folder to create; must not exist")
     add("--format", choices=FORMATS, help="default: the checkpoint's own")
     add("--scheme", help=_SCHEME)
-    add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the weights written")
+    add("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of the written weights")
     add("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's own")
     return parser
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns verify``. Exit code 0: the export computes what the checkpoint computes; 1: it doesn't."""
+    """Run ``olmo-lns verify``. Exit code 0: the export computes what the checkpoint computes; 1: a difference."""
     parser = Parser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="the LNS checkpoint")
-    add("export", type=Path, help="the folder that olmo-lns export made of it")
+    add("checkpoint", type=Path, help="LNS checkpoint")
+    add("export", type=Path, help="folder that olmo-lns export wrote")
     add("--scheme", help=_SCHEME)
-    add("--length", type=at_least(2), default=64, help="tokens of each of the 8 prompts (default %(default)s)")
+    add("--length", type=at_least(2), default=64, help="tokens in each of the 8 prompts (default %(default)s)")
     args = parser.parse_args(argv)
     from olmo_lns.export.verify import verify as compare
 

@@ -1,4 +1,4 @@
-"""From an opened checkpoint to a finished folder: fold, convert, save."""
+"""Fold, convert and save an opened checkpoint."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ WRITTEN_AS = {
 def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Opened:
     """Fold an opened checkpoint in place and return the stock model of ``form``.
 
-    :param form: one of :data:`olmo_lns.export.FORMATS` but Megatron's, which has no model here.
-    :param dtype: of the weights, None: as they are.
-    :raises LNSConfigError: the scheme doesn't fold, no stock model computes the same, or weights are not finite.
+    :param form: one of :data:`olmo_lns.export.FORMATS`, except Megatron's, which has no model here.
+    :param dtype: dtype of the weights; None keeps theirs.
+    :raises LNSConfigError: a scheme that cannot be folded, a model that no stock class computes, or a weight that is
+        not finite.
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
@@ -47,7 +48,7 @@ def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Open
 
 @contextmanager
 def finished(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside ``out`` and give it that name if nothing is raised; else remove it.
+    """Yield a hidden folder beside ``out``; rename the folder to ``out`` at the end, or remove it after an error.
 
     :raises LNSConfigError: ``out`` exists.
     """
@@ -63,11 +64,11 @@ def finished(out: Path) -> Iterator[Path]:
 
 
 def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
-    """Save the tokenizer of a checkpoint, or the one that was asked for, as transformers does.
+    """Save the tokenizer of a checkpoint, or the requested one, with transformers.
 
-    :param asked: a ``tokenizer.json``, a folder, a name of the hub, or ``none``.
-    :returns: one line that says what was written.
-    :raises LNSConfigError: it cannot be loaded, or has more tokens than the model.
+    :param requested: a ``tokenizer.json``, a folder, a name on the hub, or ``none``.
+    :returns: a line about the written tokenizer.
+    :raises LNSConfigError: a tokenizer that cannot be loaded, or that has more tokens than the model.
     """
     name = requested or opened.tokenizer
     if name in (None, "none"):
@@ -79,8 +80,8 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
     size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model has {rows}: it is another model's. Give --tokenizer FILE, "
-            "or --tokenizer none to leave it out."
+            f"tokenizer {name} has {size} tokens, the model has {rows}: it belongs to another model. Give "
+            "--tokenizer FILE, or --tokenizer none to leave it out."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

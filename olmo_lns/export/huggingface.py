@@ -23,8 +23,8 @@ _SAME, _SAME_ROUNDED = 1e-4, 0.05
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open a transformers folder, ours (``lns_llama``, …) or stock; transformers decides which files it reads.
 
-    :param folder: or a name of the hub. :param scheme: that a stock folder was trained with.
-    :raises LNSConfigError: transformers cannot load it, or weights are missing.
+    :param folder: a folder, or a name on the hub. :param scheme: scheme of the training of a stock folder.
+    :raises LNSConfigError: transformers cannot load the folder, or weights are missing.
     """
     import transformers
 
@@ -52,14 +52,14 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def auto_class(config: Any) -> str:
-    """The auto class of the head that a config names: ``AutoModelForCausalLM`` for ``LlamaForCausalLM``."""
+    """Return the auto class for a config's head: ``AutoModelForCausalLM`` for ``LlamaForCausalLM``."""
     name = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
     task = name.partition("For")[2] or ("CausalLM" if name.endswith("LMHeadModel") else "")
     return f"AutoModelFor{task}" if task else "AutoModel"
 
 
 def _loaded(loader: Any, source: Path | None, name: Path, *, complete: bool = False, **how: Any) -> Any:
-    """Load a model and check that every weight has its place. :param complete: no weight is left over."""
+    """Load a model and check its weights. :param complete: also refuse weights that the model lacks."""
     with readable(name):
         model, loading_info = loader.from_pretrained(source, output_loading_info=True, **how)
     problems = {"is missing": "missing_keys", "has another shape": "mismatched_keys"}
@@ -79,7 +79,7 @@ def under(opened: Opened, scheme: Scheme) -> Opened:
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """The stock settings of a transformers model, defaults included, without a scheme's own."""
+    """Return the stock settings of a transformers model, with defaults and without those of a scheme."""
     from transformers import PretrainedConfig
 
     values = PretrainedConfig.to_dict(model.config)
@@ -91,7 +91,7 @@ def settings(model: Any) -> dict[str, Any]:
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold a transformers model in place and return it as its stock class.
 
-    :raises LNSConfigError: the scheme doesn't fold.
+    :raises LNSConfigError: a scheme that cannot be folded.
     """
     from olmo_lns.integrations.transformers import fold
 
@@ -101,12 +101,12 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Rows of the embedding, padding included."""
+    """Return the number of embedding rows, padding included."""
     return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
-    """Random input: token ids, int64 (count, length); for a model of images, fp32 (count, channels, height, width)."""
+    """Return random input: token ids, int64 (count, length); for images, fp32 (count, channels, height, width)."""
     generator, config = torch.Generator().manual_seed(0), getattr(model, "config", None)
     if getattr(model, "main_input_name", "") == "pixel_values":
         from olmo_lns.integrations.transformers.models import image_shape
@@ -118,7 +118,7 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits in fp32, (count, length, vocabulary). :param ids: as :func:`prompt` gives them."""
+    """Return logits in fp32, (count, length, vocabulary). :param ids: a result of :func:`prompt`."""
     output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
     result: torch.Tensor = getattr(output, "logits", output).float()
     return result
@@ -128,7 +128,7 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
     """Return the causal model of a config's ``values`` with the tensors of ``state``.
 
     :param reference: the model that it is made from; it must compute the same.
-    :raises LNSConfigError: weights that don't fit, or logits that differ.
+    :raises LNSConfigError: weights that do not fit, or logits that differ.
     """
     import transformers
 
@@ -144,14 +144,14 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
         allowed = _SAME if dtype in (torch.float32, torch.float64) else _SAME_ROUNDED
         if not difference <= allowed:
             raise LNSConfigError(
-                f"{source}: {type(model).__name__} doesn't compute this model: logits differ by {difference:.1e} of "
+                f"{source}: {type(model).__name__} does not compute this model: logits differ by {difference:.1e} of "
                 f"the largest, expected {allowed:.0e} at most."
             )
     return model
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """The name of a weight, with each part that ``names`` holds replaced.
+    """Replace the parts of a weight's name that are keys of ``names``.
 
     >>> renamed("blocks.0.w_out.weight", {"blocks": "layers", "w_out": "o_proj"})
     'layers.0.o_proj.weight'
@@ -162,13 +162,13 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def tokens(opened: Opened) -> dict[str, int | None]:
-    """The special tokens of a config; an id outside the vocabulary is left out."""
+    """Return the special tokens of a config; None for an id outside the vocabulary."""
     size = vocabulary(opened.model)
     ids = {"bos_token_id": None, "eos_token_id": opened.eos_token_id, "pad_token_id": opened.pad_token_id}
     return {role: i if isinstance(i, int) and 0 <= i < size else None for role, i in ids.items()}
 
 
 def save(opened: Opened, out: Path) -> None:
-    """Write the model as transformers does."""
+    """Write the model with transformers."""
     model: Any = opened.model
     model.save_pretrained(out)

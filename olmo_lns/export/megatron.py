@@ -82,11 +82,11 @@ class Saved:
 
     @property
     def args(self) -> Any:
-        """The run's arguments."""
+        """Arguments of the run."""
         return self.common["args"]
 
     def scheme(self, requested: Scheme | None) -> Scheme:
-        """The scheme that the saved arguments name, or ``asked`` where they name none."""
+        """Return the scheme in the saved arguments; ``requested`` if they name none."""
         saved_scheme = Settings.of_saved(self.args).scheme
         if requested is not None and requested.name not in (LNS.name, PRE_LN.name):
             raise LNSConfigError(
@@ -99,7 +99,10 @@ class Saved:
         )
 
     def given(self, *names: str) -> Any:
-        """The value of an argument that has had several names. A default in its place would be a guess."""
+        """Return the value of an argument that has had several names.
+
+        :raises LNSConfigError: the saved arguments have none of the names. A default would be a guess.
+        """
         values = [getattr(self.args, name) for name in names if getattr(self.args, name, None) is not None]
         if not values:
             raise LNSConfigError(f"{self.folder}: the saved arguments hold no {' or '.join(names)}. Expected one.")
@@ -107,16 +110,16 @@ class Saved:
 
     @property
     def shift(self) -> float:
-        """The difference between a gain and its stored value: 1 where gains are zero-centred."""
+        """Difference between a gain and its stored value: 1 for zero-centred gains, else 0."""
         return 1.0 if self.given("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
     def sites(self) -> Iterator[tuple[str, int | None, str]]:
-        """Name of each parameter of a block norm, its 0-based layer (None: all, stacked), ``weight`` or ``bias``."""
+        """Yield name, 0-based layer (None: all layers, stacked) and ``weight`` or ``bias`` of each block norm."""
         for match in filter(None, map(_SITE.match, self.tensors)):
             yield match[0], None if match["layer"] is None else int(match["layer"]), match["part"]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's tensors, whole, on the CPU."""
+        """Load the complete tensors of the model on the CPU."""
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()
         }
@@ -126,10 +129,10 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Read arguments and names of one iteration; load no weight.
+    """Read the arguments and the names of one iteration, without weights.
 
-    :param folder: of a run (its latest iteration is taken) or of an iteration.
-    :raises LNSConfigError: another format, damaged, without arguments, or with layers that cannot be folded.
+    :param folder: folder of an iteration, or of a run, whose latest iteration is read.
+    :raises LNSConfigError: another format, a damaged checkpoint, missing arguments, or layers that cannot be folded.
     """
     if (folder / TRACKER).is_file():
         latest = (folder / TRACKER).read_text(encoding="utf-8").strip()
@@ -158,7 +161,7 @@ def read(folder: Path) -> Saved:
 
 
 class _KeepBytes(DefaultLoadPlanner):
-    """Objects stay the bytes that they were saved as: nothing is unpickled."""
+    """Load objects as the saved bytes, without unpickling them."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = value.getvalue()
@@ -178,9 +181,9 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """The common state, through ``weights_only=True``: plain values and Megatron's enumerations are admitted.
+    """Load the common state with ``weights_only=True``. Plain values and Megatron's enumerations are allowed.
 
-    :raises LNSConfigError: it holds no arguments.
+    :raises LNSConfigError: another class, or no arguments.
     """
     path = folder / COMMON
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
@@ -195,20 +198,20 @@ def _common(folder: Path) -> dict[str, Any]:
             f"{path} names the class {min(unknown)}. Expected plain values and enumerations of the installed Megatron "
             "Core: install the version that wrote the checkpoint."
         )
-    # With their names: torch takes off its list again what it was given here, and Megatron has put some on it itself.
+    # With names: torch removes these entries from its list afterwards, and Megatron has added some entries by itself.
     with torch.serialization.safe_globals([(kind, name) for name, kind in allowed.items()]):
         common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{folder} holds no arguments. Expected those of the run, by which the model was built.")
+        raise LNSConfigError(f"{folder} holds no arguments, expected the arguments of the run.")
     return common
 
 
 def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     """Write a checkpoint that stock Megatron loads with ``--finetune``; the optimizer's state is left out.
 
-    :param scheme: for a checkpoint whose arguments name none. :returns: the name of the iteration's folder.
-    :raises LNSConfigError: nothing to fold, as :func:`read`, or values that are not finite.
+    :param scheme: scheme of a checkpoint whose arguments name none. :returns: the name of the iteration's folder.
+    :raises LNSConfigError: nothing to fold, values that are not finite, or errors of :func:`read`.
     """
     saved = read(folder)
     scheme = saved.scheme(scheme)
@@ -240,9 +243,10 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open a checkpoint as a Llama under its scheme. :param scheme: for one whose arguments name none.
+    """Open a checkpoint as a Llama under its scheme.
 
-    :raises LNSConfigError: as :func:`read`, or Llama doesn't compute this model; it says why.
+    :param scheme: scheme of a checkpoint whose arguments name none.
+    :raises LNSConfigError: errors of :func:`read`, or the settings that no Llama has.
     """
     saved = read(folder)
     scheme, values = saved.scheme(scheme), _config(saved)
@@ -252,7 +256,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _config(saved: Saved) -> dict[str, Any]:
-    """The settings of the Llama."""
+    """Return the settings of the Llama."""
     args = saved.args
     arguments = {name: getattr(args, name) for name in _PLAIN if hasattr(args, name)}
     if problems := [f"{name}={value!r}" for name, value in arguments.items() if value not in _PLAIN[name]]:
@@ -275,7 +279,7 @@ def _config(saved: Saved) -> dict[str, Any]:
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", False),
         "attention_bias": False,
         "mlp_bias": False,
-        # The tokenizer names them; Megatron's arguments don't.
+        # The tokenizer names them; Megatron's arguments do not.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
 
@@ -296,7 +300,7 @@ _NAMES = {
 
 
 def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights under Llama's names, not folded; a weight that Llama doesn't have keeps Megatron's."""
+    """Return the unfolded weights under Llama's names. A weight that Llama lacks keeps Megatron's name."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in saved.weights().items():
         stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
@@ -317,7 +321,7 @@ def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def ungrouped(qkv: torch.Tensor, config: dict[str, Any]) -> list[torch.Tensor]:
-    """Queries, keys and values of Megatron's rows, which are grouped by key head."""
+    """Return queries, keys and values from Megatron's rows, which are grouped by key head."""
     groups, size = config["num_key_value_heads"], config["head_dim"]
     grouped = qkv.view(groups, config["num_attention_heads"] // groups + 2, size, qkv.shape[-1])
     return [part.reshape(-1, qkv.shape[-1]) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]

@@ -25,8 +25,9 @@ _OLMO_EPS = 1e-5
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo checkpoint, unsharded or sharded. :param scheme: laid over a stock type.
+    """Open an OLMo checkpoint, unsharded or sharded.
 
+    :param scheme: scheme of a checkpoint with a stock type.
     :raises LNSConfigError: OLMo refuses the config, or the weights are not its model's.
     """
     from olmo_lns.integrations.olmo import register
@@ -90,7 +91,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
 
     :param dtype: of the weights, None: as they are.
-    :raises LNSConfigError: the scheme doesn't fold.
+    :raises LNSConfigError: a scheme that cannot be folded.
     """
     from olmo.config import ModelConfig
     from olmo.model import OLMo
@@ -138,13 +139,13 @@ def save(opened: Opened, out: Path) -> None:
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Return the transformers model that computes the same: Llama, or Olmo for a LayerNorm without a gain.
 
-    :raises LNSConfigError: the scheme doesn't fold, or no stock class computes this model; it says why.
+    :raises LNSConfigError: a scheme that cannot be folded, or a setting that no stock class has.
     """
     from olmo_lns.integrations.olmo.types import base_type
 
     model: Any = opened.model
     config, rms = model.config, base_type(model.config.layer_norm_type) == "rms"
-    problems = []  # that 12 random tokens may not show; the rest is measured
+    problems = []  # settings that 12 random tokens may not show; huggingface.build measures the others
     if rms and config.clip_qkv:
         problems.append("clip_qkv, which only Olmo has")
     if not rms and config.layer_norm_with_affine:

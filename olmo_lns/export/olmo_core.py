@@ -27,9 +27,10 @@ DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo-core checkpoint. :param scheme: of one whose blocks are stock or ``default_scaled``.
+    """Open an OLMo-core checkpoint.
 
-    :raises LNSConfigError: OLMo-core isn't installed or refuses the config, or the weights are not its model's.
+    :param scheme: scheme of a checkpoint whose blocks are stock or ``default_scaled``.
+    :raises LNSConfigError: OLMo-core is not installed or refuses the config, or the weights do not fit the config.
     """
     try:
         from olmo_core.distributed.checkpoint import load_model_and_optim_state
@@ -71,33 +72,36 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose blocks are OLMo-core's own, ``default`` instead of ``default_scaled``."""
-    made = copy.deepcopy(dict(values))
-    for block in blocks_of(made):
+    """Return a copy with OLMo-core's own blocks, ``default`` instead of ``default_scaled``."""
+    stock_values = copy.deepcopy(dict(values))
+    for block in blocks_of(stock_values):
         for name in _OURS:
             block.pop(name, None)
         block["_CLASS_"] = STOCK_CLASS
         if block.get("name") == DEFAULT_SCALED:
             block["name"] = "default"
-    return made
+    return stock_values
 
 
 def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: Path) -> None:
-    """:raises LNSConfigError: ``default_scaled`` without ``--scheme``, or buffers that are not the scheme's factors."""
+    """Compare the saved factors of ``default_scaled`` blocks with the scheme.
+
+    :raises LNSConfigError: no ``--scheme``, or factors that are not the scheme's.
+    """
     from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_keys
 
     stored = get_checkpoint_metadata(str(weights)).state_dict_metadata
     names = [name for i in range(n_layers) if (name := f"model.blocks.{i}.{BUFFER}") in stored]
-    found = [float(value) for value in load_keys(str(weights), names)] if names else []
+    factors = [float(value) for value in load_keys(str(weights), names)] if names else []
     if scheme is None:
         raise LNSConfigError(
-            f"{folder} was trained with block.name={DEFAULT_SCALED} and has the factors {found} in its buffers. "
-            "OLMo-core up to 3.0 overwrites a buffer when it initializes weights; without one the factor was a number "
-            "that nothing overwrites. Name the scheme that it was trained with: --scheme lns or --scheme preln."
+            f"{folder} was trained with block.name={DEFAULT_SCALED} and has the factors {factors} in its buffers. "
+            "OLMo-core up to 3.0 overwrites the buffers when it initializes weights, so that a run may have trained "
+            "without the factors. Name the scheme of the training: --scheme lns or --scheme preln."
         )
-    wanted = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
-    if found and not (len(found) == n_layers and np.allclose(found, wanted, rtol=1e-6, atol=0)):
-        raise LNSConfigError(f"{folder} has the factors {found} in its buffers, expected {wanted} under {scheme}.")
+    expected = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
+    if factors and not (len(factors) == n_layers and np.allclose(factors, expected, rtol=1e-6, atol=0)):
+        raise LNSConfigError(f"{folder} has the factors {factors} in its buffers, expected {expected} under {scheme}.")
 
 
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
@@ -126,12 +130,12 @@ def save(opened: Opened, out: Path) -> None:
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Return the Llama that computes the same.
 
-    :raises LNSConfigError: Llama doesn't compute this model; it says why.
+    :raises LNSConfigError: a setting that no Llama has.
     """
     stock = folded(opened, dtype)
     model: Any = stock.model
     blocks = list(model.blocks.values())
-    problems = []  # that 12 random tokens may not show; the rest is measured
+    problems = []  # settings that 12 random tokens may not show; huggingface.build measures the others
     if any(getattr(getattr(block.attention, "backend", None), "window_size", (-1, -1)) != (-1, -1) for block in blocks):
         problems.append("a sliding window")
     if any(block.attention.rope is None or getattr(block.attention.rope, "scaling", None) for block in blocks):
@@ -145,8 +149,8 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
             f"{opened.folder}: no stock Llama computes this model: {', '.join(problems)}. Use --format olmo-core."
         )
     state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
-    made = huggingface.build(_config(stock), state, opened.folder, model)
-    return replace(stock, model=made, kind=HF, config=huggingface.settings(made))
+    llama = huggingface.build(_config(stock), state, opened.folder, model)
+    return replace(stock, model=llama, kind=HF, config=huggingface.settings(llama))
 
 
 #: OLMo-core's names of modules -> Llama's.
@@ -168,7 +172,7 @@ _NAMES = {
 
 
 def _config(opened: Opened) -> dict[str, Any]:
-    """The settings of the Llama."""
+    """Return the settings of the Llama."""
     model: Any = opened.model
     block = next(iter(model.blocks.values()))
     attention = block.attention

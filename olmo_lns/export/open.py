@@ -1,4 +1,4 @@
-"""Open a checkpoint as the model that it was trained as: by its own framework, under its own scheme."""
+"""Open a checkpoint with its own framework, under the scheme of its training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from olmo_lns.schemes import Scheme, parse
 
 @dataclass
 class Opened:
-    """A model in evaluation mode with what identifies it.
+    """An opened checkpoint: a model in evaluation mode, its config and its tokenizer.
 
-    :param model: of the framework's own class; :mod:`olmo_lns.export.huggingface`'s for Megatron.
+    :param model: an instance of the framework's own class; a transformers model for Megatron.
     :param kind: one of :data:`olmo_lns.export.FORMATS`. :param scheme: Pre-LN for a stock model.
-    :param config: settings that the saved file holds, as plain values.
-    :param tokenizer: name or path that the checkpoint gives. :param max_length: tokens that it was made for.
-    :param eos_token_id: None where it isn't known. :param pad_token_id: likewise.
+    :param config: settings in the saved config, as plain values.
+    :param tokenizer: name or path in the saved config. :param max_length: maximum length of a sequence, in tokens.
+    :param eos_token_id, pad_token_id: None if unknown.
     """
 
     model: nn.Module
@@ -42,9 +42,9 @@ class Opened:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the format of a checkpoint folder; transformers' for a name of the hub, ``name`` or ``owner/name``.
+    """Return the format of a checkpoint folder, or ``hf`` for a name on the hub (``name`` or ``owner/name``).
 
-    :raises LNSConfigError: no folder, an adapter, or no complete checkpoint.
+    :raises LNSConfigError: a missing folder, an adapter, or an incomplete checkpoint.
     """
 
     def has(*names: str) -> bool:
@@ -53,9 +53,11 @@ def kind_of(folder: Path) -> str:
     if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
         return HF
     if not folder.is_dir():
-        raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name of the hub.")
+        raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name on the hub.")
     if has("adapter_config.json"):
-        raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
+        raise LNSConfigError(
+            f"{folder} is an adapter. Merge it into its model (merge_and_unload()) and save the result."
+        )
     if has("config.yaml") and has("model.pt", "model_and_optim"):
         return OLMO
     if has("config.json"):
@@ -75,20 +77,20 @@ def module_of(kind: str) -> Any:
 
 
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
-    """Open ``folder`` on the CPU in the dtype that it was saved in.
+    """Open a checkpoint on the CPU, in its saved dtype.
 
-    :param folder: a checkpoint folder, or a name of the Hugging Face hub.
-    :param scheme: for a checkpoint that doesn't say it, such as ``"lns"``.
-    :raises LNSConfigError: damaged, incomplete, or says another scheme.
+    :param folder: a checkpoint folder, or a name on the Hugging Face hub.
+    :param scheme: scheme of a checkpoint whose config names none, such as ``"lns"``.
+    :raises LNSConfigError: a damaged or incomplete checkpoint, or one whose config names another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
-    folder, asked = Path(folder), parse(scheme) if isinstance(scheme, str) else scheme
-    kind = kind_of(folder)
-    opened: Opened = module_of(kind).open(folder, asked)
+    folder = Path(folder)
+    requested = parse(scheme) if isinstance(scheme, str) else scheme
+    opened: Opened = module_of(kind_of(folder)).open(folder, requested)
     opened.model.eval()
-    if asked is not None and opened.scheme != asked:
-        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme out.")
+    if requested is not None and opened.scheme != requested:
+        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {requested}. Leave --scheme out.")
     return opened
 
 
@@ -99,10 +101,10 @@ def open_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model of a checkpoint folder, in evaluation mode, under the scheme that it was trained with.
+    """Return the model of a checkpoint in evaluation mode, under the scheme of its training.
 
-    :param folder: of OLMo, OLMo-core, Megatron (run as a Llama) or transformers.
-    :param scheme: for a checkpoint that doesn't say it. :param dtype: None: as saved.
+    :param folder: a checkpoint of OLMo, OLMo-core, Megatron (run as a Llama) or transformers.
+    :param scheme: scheme of a checkpoint whose config names none. :param dtype: None keeps the saved dtype.
     :raises LNSConfigError: as :func:`open_checkpoint`.
 
     Example: ``open_model("LNS_1B", scheme="lns", dtype=torch.float32)``.
@@ -112,9 +114,9 @@ def open_model(
 
 @contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Turn any error of a framework into one line: for a damaged file they raise almost anything.
+    """Turn any error of a framework into one line, since damaged files raise errors of many classes.
 
-    :raises LNSConfigError: anything was raised; it names ``source``.
+    :raises LNSConfigError: the error, with the name of ``source``.
     """
     try:
         yield
@@ -129,7 +131,7 @@ def readable(source: object) -> Iterator[None]:
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
     """Load the tensors of ``state`` into ``model`` without a copy.
 
-    :raises LNSConfigError: missing, unexpected or of another shape; it names them.
+    :raises LNSConfigError: the names of tensors that are missing, unexpected or of another shape.
     """
     with readable(source):
         model.load_state_dict(dict(state), assign=True)

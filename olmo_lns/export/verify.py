@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with its export: config, every weight, logits."""
+"""Compare a checkpoint with its export: config, weights and logits."""
 
 from __future__ import annotations
 
@@ -33,45 +33,46 @@ _NEUTRAL = (
 def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> tuple[list[str], bool]:
     """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
 
-    :param scheme: of a checkpoint that doesn't say it. :param length: tokens of each prompt.
-    :returns: comparisons and differences, one line each, and true where the export computes the checkpoint.
-    :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
+    :param scheme: scheme of a checkpoint whose config names none. :param length: tokens in each prompt.
+    :returns: the report's lines, and true if the export computes what the checkpoint computes.
+    :raises LNSConfigError: a folder that cannot be opened, or an export that still needs its factor.
 
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
-        raise LNSConfigError(f"There is no such folder: {export}. Give the one that olmo-lns export wrote.")
+        raise LNSConfigError(f"There is no such folder: {export}. Give the folder that olmo-lns export wrote.")
     if checkpoint.resolve() == export.resolve():
         raise LNSConfigError(f"{export} is the checkpoint itself. Give the folder of its export.")
-    found = open_checkpoint(export)
-    if not found.scheme.is_pre_ln:
+    exported = open_checkpoint(export)
+    if not exported.scheme.is_pre_ln:
         raise LNSConfigError(
-            f"{export} still needs its factor ({found.scheme}). Give the checkpoint and its export: olmo-lns verify "
+            f"{export} still needs its factor ({exported.scheme}). Give the checkpoint and its export: olmo-lns verify "
             "CHECKPOINT EXPORT."
         )
     opened = open_checkpoint(checkpoint, scheme)
-    if found.kind not in WRITTEN_AS[opened.kind]:
+    if exported.kind not in WRITTEN_AS[opened.kind]:
         raise LNSConfigError(
-            f"{export} isn't an export of {checkpoint}: {opened.kind} is never written as {found.kind}."
+            f"{export} is not an export of {checkpoint}: {opened.kind} is never written as {exported.kind}."
         )
-    dtype = next(found.model.parameters()).dtype
+    dtype = next(exported.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
     reference = opened.model.float()
     with torch.inference_mode():
-        expected, given = logits(reference, ids).double(), logits(found.model, ids).double()
+        expected, actual = logits(reference, ids).double(), logits(exported.model, ids).double()
         allowed = TOLERANCE * float(expected.abs().max())
-        if dtype != torch.float32:  # twice what running the checkpoint itself in that dtype costs
-            allowed = 2 * float((logits(copy.deepcopy(reference).to(dtype), ids).double() - expected).abs().max())
-    anew = convert(opened, HF if found.kind == MEGATRON else found.kind, dtype)
-    weights, differences = anew.model.state_dict(), _of_settings(anew.config, found.config)
+        if dtype != torch.float32:  # twice the rounding error of the checkpoint in that dtype
+            rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
+            allowed = 2 * float((rounded - expected).abs().max())
+    refolded = convert(opened, HF if exported.kind == MEGATRON else exported.kind, dtype)
+    weights, differences = refolded.model.state_dict(), _config_differences(refolded.config, exported.config)
     try:  # within one rounding
-        torch.testing.assert_close(found.model.state_dict(), weights, rtol=torch.finfo(dtype).eps, atol=0.0)
+        torch.testing.assert_close(exported.model.state_dict(), weights, rtol=torch.finfo(dtype).eps, atol=0.0)
     except AssertionError as error:
         differences.append(f"weights: {' '.join(str(error).split())}")
     largest, agreement = math.inf, 0.0
-    if given.shape == expected.shape:
-        largest = float((given - expected).abs().max().nan_to_num(nan=math.inf))
-        agreement = float((given.argmax(-1) == expected.argmax(-1)).double().mean())
+    if actual.shape == expected.shape:
+        largest = float((actual - expected).abs().max().nan_to_num(nan=math.inf))
+        agreement = float((actual.argmax(-1) == expected.argmax(-1)).double().mean())
     lines = [
         *(f"differs                 {line}" for line in differences),
         f"weights compared        {len(weights)}",
@@ -81,17 +82,17 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     return lines, not differences and largest <= allowed
 
 
-def _of_settings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    wanted, given = _flat(expected), _flat(found)
+def _config_differences(expected_config: Mapping[str, Any], actual_config: Mapping[str, Any]) -> list[str]:
+    expected, actual = _flat(expected_config), _flat(actual_config)
     return [
-        f"config: {name} is {given.get(name, 'missing')!r}, expected {wanted.get(name, 'nothing')!r}"
-        for name in sorted({*wanted, *given})
-        if not name.startswith(_NEUTRAL) and wanted.get(name) != given.get(name)
+        f"config: {name} is {actual.get(name, 'missing')!r}, expected {expected.get(name, 'nothing')!r}"
+        for name in sorted({*expected, *actual})
+        if not name.startswith(_NEUTRAL) and expected.get(name) != actual.get(name)
     ]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """``{"rope_parameters.rope_theta": 1e4}`` of nested settings."""
+    """Return nested settings as ``{"rope_parameters.rope_theta": 1e4}``."""
     if isinstance(value, Mapping) and value:
         dot = f"{name}." if name else ""
         return {key: leaf for part, item in value.items() for key, leaf in _flat(item, f"{dot}{part}").items()}

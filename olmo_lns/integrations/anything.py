@@ -1,4 +1,4 @@
-"""``olmo_lns.apply``: apply a scheme to a built model of any framework, or of none.
+"""``olmo_lns.apply``: apply a scheme to a built PyTorch model.
 
 The blocks must be Pre-LN and the norms must be modules. One forward on an example finds the blocks, the probe finds
 the norms in front of their two branches, and each norm is scaled and measured in place.
@@ -151,7 +151,7 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode without gradients; restore modes and random states afterwards."""
+    """Run in eval mode without gradients; restore the modes and the random states afterwards."""
     training = {module: module.training for module in model.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     model.eval()

@@ -1,7 +1,7 @@
-"""A scheme as a value: a row of the table with values for its parameters, and its spelling.
+"""A scheme as a value: a row of the table with values for its parameters.
 
-``lns``, ``lns:exponent=0.25``, ``name:key=value,key=value``: the same in environment variables,
-flags, configs and records. A written scheme omits parameters at their default.
+Flags, configs and checkpoints spell a scheme ``lns``, ``lns:exponent=0.25`` or ``name:key=value,key=value``. The
+spelling omits parameters at their default.
 """
 
 from __future__ import annotations

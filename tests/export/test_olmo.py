@@ -92,9 +92,9 @@ def test_a_scheme_that_a_stock_config_does_not_name(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"alibi": True, "rope": False}, "doesn't compute this model"),
+        ({"alibi": True, "rope": False}, "does not compute this model"),
         ({"activation_type": "gelu"}, "cannot be loaded"),
-        ({"attention_layer_norm": True}, "doesn't compute this model"),
+        ({"attention_layer_norm": True}, "does not compute this model"),
         ({"clip_qkv": 0.5}, "clip_qkv, which only Olmo has"),
         ({"include_bias": True, "bias_for_layer_norm": True}, "no place"),
     ],

@@ -81,7 +81,7 @@ def _is_teacher(args: Any) -> bool:
 
 
 def model_built(original: Function) -> Function:
-    """Check over all stages that the flags had an effect; store an applied scheme in the arguments."""
+    """Check over all pipeline stages that the flags had an effect; store an applied scheme in the arguments."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -161,7 +161,7 @@ def load_args(original: Function) -> Function:
 
 
 def load_base(original: Function) -> Function:
-    """Compare on every load of weights, also with ``--finetune``, which skips Megatron's comparison."""
+    """Compare the schemes at every load of weights, also with ``--finetune``, which skips Megatron's comparison."""
     signature = inspect.signature(original)
 
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _running() -> Any:
 
 
 def load_modelopt(original: Function) -> Function:
-    """Compare for ModelOpt's scripts, which read a sharded checkpoint without Megatron's loader."""
+    """Compare the schemes in ModelOpt's scripts, which read a sharded checkpoint without Megatron's loader."""
     signature = inspect.signature(original)
 
     def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -200,7 +200,7 @@ class Grouped(sites.Derived):
         normalized: torch.Tensor = self.lns_norm_of_group(x.unflatten(-1, (self.lns_groups, -1))).flatten(-2)
         y = normalized if self.weight is None else self.weight * normalized
         y = y if self.bias is None else y + self.bias
-        return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm doesn't promote
+        return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm does not promote
 
 
 def measure(block: Any, where: str, *, keeps_forward: bool) -> None:

@@ -1,10 +1,10 @@
-"""Wrappers of ``OLMo.__init__`` and ``OLMo.reset_parameters``: attach the scheme, draw as asked, measure, log a line.
+"""Wrappers of ``OLMo.__init__`` and ``OLMo.reset_parameters``: attach a scheme, draw the weights, measure, log a line.
 
 ``attn_out`` and ``ff_out`` of block l (1-based) of L blocks are drawn by OLMo with the standard deviation of the other
 matrices times a depth factor: 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``, 1 for
 ``normal``. A scheme replaces that factor, and the paper finds the two together worse than LNS alone (arXiv 2502.05795,
 footnote 1 and section 6). ``normal_scaled`` and ``normal_depth_scaled`` of this package are ``normal`` with the two
-projections times one of those factors. ``full_megatron`` isn't the same: it also draws the head at 1/sqrt(d).
+projections times one of those factors. ``full_megatron`` also draws the head at 1/sqrt(d).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: OLMo builds and draws its own model, which then gets its scheme."""
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        scheme, initialization = types.asked(config)
+        scheme, initialization = types.requested(config)
         selected = not scheme.is_pre_ln or initialization != "upstream"
         if selected:
             types.require_supported(config)
@@ -50,10 +50,10 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list[str]:
-    """Put a model that OLMo has just built under the scheme that was asked for.
+    """Attach the requested scheme to a model that OLMo has just built.
 
-    :param drawn: OLMo has drawn its weights, too. :returns: what was measured, in words.
-    :raises UpstreamChangedError: its blocks lack a part that every known OLMo has.
+    :param drawn: true if OLMo has drawn the weights. :returns: the measured parts.
+    :raises UpstreamChangedError: blocks that lack an expected part.
     """
     measured: list[str] = []
     try:
@@ -70,7 +70,7 @@ def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list
             measured.append("initialization")
     except (AttributeError, TypeError) as error:
         raise UpstreamChangedError(
-            f"{scheme} was asked for, but this OLMo's blocks have other parts than expected ({one_line(error)}). "
+            f"{scheme} was selected, but the blocks of this OLMo lack an expected part ({one_line(error)}). "
             "Install another version of ai2-olmo or a newer olmo-lns, or use a stock type."
         ) from error
     return measured
@@ -86,9 +86,9 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) 
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """Return the blocks of an OLMo model in order, inside their groups where it has groups.
+    """Return the blocks of an OLMo model in order, also of a model with block groups.
 
-    :raises MeasurementError: OLMo doesn't number them by their places.
+    :raises MeasurementError: blocks that are not numbered by their positions.
     """
     from olmo.model import OLMoBlock
 
@@ -96,26 +96,28 @@ def blocks_of(model: Any) -> list[Any]:
     numbers = [block.layer_id + 1 for block in blocks_in_order]
     if numbers != list(range(1, model.config.n_layers + 1)):
         raise MeasurementError(
-            f"found blocks that this OLMo numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
+            f"found blocks with the numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
             "order: the factor of a block depends on its number."
         )
     return blocks_in_order
 
 
-def ask_for_plain_initialization(config: Any) -> None:
+def request_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
     hook.require("olmo")
     if getattr(config, "lns_built", False):
-        raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
+        raise LNSConfigError(
+            "this ModelConfig has built a model already: call plain_initialization before OLMo(config)"
+        )
     config.lns_plain_initialization = True
-    types.asked(config)
+    types.requested(config)
 
 
 # --- initialization -------------------------------------------------------------------------------------------------
 
 
 def _depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
-    """Return the factor that OLMo's ``init_fn`` puts on the residual projections of a block."""
+    """Return the depth factor of OLMo's ``init_fn`` for the residual projections of a block."""
     factors = {"mitchell": 1.0 / math.sqrt(2.0 * layer_number), "full_megatron": 1.0 / math.sqrt(2.0 * n_layers)}
     factors |= dict.fromkeys(("normal", *types.INIT_FNS), 1.0)
     if (name := str(init_fn)) not in factors:
@@ -140,37 +142,37 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
 
 @torch.no_grad()
 def _finish_draw(model: Any) -> bool:
-    """Turn OLMo's fresh draw into the one that was asked for, and measure it.
+    """Change freshly drawn weights to the requested initialization, and measure them.
 
-    The residual projections lose OLMo's depth factor and get the one that was asked for. Multiplying the stock draw
-    keeps the random stream. It is exact for OLMo's normals, which are truncated at a multiple of their standard
-    deviation, and it works on meta tensors and on FSDP shards.
+    OLMo's depth factor of the residual projections is replaced by the requested factor. A multiplication of the stock
+    draw keeps the random stream. The result is exact for OLMo's normals, which are truncated at a multiple of their
+    standard deviation, also for meta tensors and for FSDP shards.
 
-    :returns: whether there was anything to measure.
+    :returns: true if a weight was measured.
     """
-    asked, config = model.lns_initialization, model.config
+    initialization, config = model.lns_initialization, model.config
     for number, block in enumerate(blocks_of(model), start=1):
-        if asked != "upstream":
-            times = factor(asked, number, config.n_layers)
-            times /= _depth_factor(config.init_fn, number, config.n_layers)
-            for weight in (getattr(block, name).weight for name in _OUTPUTS if times != 1.0):
-                weight.mul_(times)
+        if initialization != "upstream":
+            ratio = factor(initialization, number, config.n_layers)
+            ratio /= _depth_factor(config.init_fn, number, config.n_layers)
+            for weight in (getattr(block, name).weight for name in _OUTPUTS if ratio != 1.0):
+                weight.mul_(ratio)
         for name in ("norm_out", "gate", "omega"):
             for sub_layer in SUB_LAYERS:
                 if (module := getattr(block, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
         blocks.apply_gains(block)
     if "emb_norm" in model.transformer:
-        # OLMo never resets it. After the meta device it would hold whatever was in memory.
+        # OLMo never resets this norm, which would hold random memory after the meta device.
         model.transformer.emb_norm.reset_parameters()
-    return asked != "upstream" and _measure_draw(model, asked)
+    return initialization != "upstream" and _measure_draw(model, initialization)
 
 
 def _measure_draw(model: Any, initialization: str) -> bool:
     """Measure the standard deviation of the residual output projections, which have just been drawn.
 
-    :returns: whether there was anything to measure.
-    :raises MeasurementError: OLMo drew them in another way; on every rank, where they are shards.
+    :returns: true if a weight was measured.
+    :raises MeasurementError: another standard deviation; raised on every rank if the weights are shards.
     """
     measured, problem, numbered = False, "", blocks_of(model)
     try:

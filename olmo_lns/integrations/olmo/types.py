@@ -63,8 +63,8 @@ def spell(scheme: Scheme, base: str) -> str:
     return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
 
 
-def asked(config: Any) -> tuple[Scheme, str]:
-    """Read the scheme and the initialization that an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION`` ask for.
+def requested(config: Any) -> tuple[Scheme, str]:
+    """Return the scheme and the initialization of an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION``.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
@@ -80,7 +80,7 @@ def asked(config: Any) -> tuple[Scheme, str]:
 
 @contextmanager
 def stock(config: Any) -> Iterator[None]:
-    """Put OLMo's own names into ``config`` while OLMo's own code builds or draws; restore the config afterwards."""
+    """Give ``config`` OLMo's own names while OLMo builds or draws, and restore ``config`` afterwards."""
     from olmo.config import InitFnType, LayerNormType
 
     kind, init_fn = config.layer_norm_type, config.init_fn  # hf_olmo passes plain strings

@@ -47,8 +47,8 @@ def apply(
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks, example: as in :func:`olmo_lns.apply`.
     :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
-    :param trained: True: the weights were trained under ``scheme``, or training continues under it; they do not change.
-        False: they are freshly drawn. None: freshly drawn, unless loaded with norms that differ from their start.
+    :param trained: True: the weights were trained under ``scheme``, and do not change. False: the weights are freshly
+        drawn. None: freshly drawn, unless the model was loaded with norms that differ from their start.
     :raises LNSConfigError: the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
     :raises CheckpointMismatchError: the weights seem to be trained without a factor.
     :raises MeasurementError: a block cannot be run again. In every case the model is left unchanged.

@@ -160,7 +160,7 @@ def convert(model: Any) -> None:
 
 
 def _finish(model: Any, initialization: str | None) -> None:
-    """Measure a built or loaded model; weights that cannot be run keep the measurement of the norms alone."""
+    """Measure a built or loaded model. For weights that cannot be run, the norms alone are measured."""
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
     weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
     if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
@@ -170,7 +170,7 @@ def _finish(model: Any, initialization: str | None) -> None:
     else:
         raise LNSConfigError(
             f"{type(model).__name__} is built without weights, or quantized, and its config lacks lns_norms, the names "
-            "of its norms. Build the model once with weights (from_config on a CPU) and use that model's config."
+            "of its norms. Build the model once with weights (from_config on a CPU) and use the config of that model."
         )
 
 

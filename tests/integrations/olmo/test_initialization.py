@@ -85,7 +85,7 @@ def test_a_variable_that_is_wrong_or_contradicts_the_config_is_refused_for_stock
 def test_settings_that_contradict_plain_initialization_are_refused(monkeypatch):
     for config, said in (
         (model_config(init_fn="normal_scaled"), "init_fn normal_scaled"),
-        (build().config, "a model was built from this ModelConfig"),
+        (build().config, "this ModelConfig has built a model already"),
         ({}, "found a dict"),
     ):
         with pytest.raises(LNSConfigError, match=said):
