@@ -68,29 +68,32 @@ def finished(run: Run, out: Path) -> bool:
 def train(study: Study, out: Path, lock: int) -> None:
     """Train the unfinished runs, all at once.
 
-    :param lock: of the folder, as :func:`olmo_lns.study.launch.start` takes it.
+    :param lock: file descriptor of the folder's lock, for :func:`olmo_lns.study.launch.start`.
     :raises LNSError: a run failed (the other runs finish first), or the folder has a run with other settings.
     """
     if problem := next(filter(None, (other_run(run, out / run.name) for run in study.runs)), None):
         raise LNSConfigError(f"{problem}; use another --out")
-    todo = [run for run in study.runs if not finished(run, out)]
-    processes = [start(study, run, out, lock)[1] for run in todo]
+    unfinished = [run for run in study.runs if not finished(run, out)]
+    processes = [start(study, run, out, lock)[1] for run in unfinished]
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
-            task = bar.add_task("starting", total=sum(run.shape.steps for run in todo))
+            task = bar.add_task("starting", total=sum(run.shape.steps for run in unfinished))
             while any(process.poll() is None for process in processes):
                 time.sleep(0.5)
-                done = {run.name: curve_so_far(run, out).last for run in todo}
-                where = ", ".join(f"{name} {step}" for name, step in done.items())
-                bar.update(task, completed=sum(done.values()), description=where)
+                steps = {run.name: curve_so_far(run, out).last for run in unfinished}
+                description = ", ".join(f"{name} {step}" for name, step in steps.items())
+                bar.update(task, completed=sum(steps.values()), description=description)
     finally:
         for process in processes:  # after Ctrl-C each saves a checkpoint
             process.terminate()
             process.wait()
-    for run in (run for run in todo if not finished(run, out)):
-        last, folder = (last_log(run, out).strip() or "its log is empty").splitlines()[-1], out / run.name
-        raise LNSError(f"run {run.name} failed: {last}; see {attempts(folder)[-1]}, remove {folder} to start again")
+    for run in (run for run in unfinished if not finished(run, out)):
+        folder = out / run.name
+        last_line = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
+        raise LNSError(
+            f"run {run.name} failed: {last_line}; see {attempts(folder)[-1]}, remove {folder} to start again"
+        )
 
 
 def last_log(run: Run, out: Path) -> str:
@@ -98,17 +101,17 @@ def last_log(run: Run, out: Path) -> str:
 
 
 def variance(run: Run, step: int, out: Path) -> list[float]:
-    """Measure the output variances of a run after a step, by ``olmo-lns analyze variance``."""
+    """Measure the output variances of a run after a step with ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Measurement
 
     folder = out / run.name
-    written = folder / f"variance-step{step}.json"
-    words = ["variance", "--model", str(folder / f"step{step}-unsharded"), "--label", ARMS[run.arm].label]
-    words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written)]
+    result_path = folder / f"variance-step{step}.json"
+    argv = ["variance", "--model", str(folder / f"step{step}-unsharded"), "--label", ARMS[run.arm].label]
+    argv += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(result_path)]
     with (out / "demo.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
-        analyze(words)
-    return Measurement.read(written).main
+        analyze(argv)
+    return Measurement.read(result_path).main
 
 
 def report(runs: Sequence[Trained], study: Study, out: Path) -> list[str]:
@@ -116,15 +119,15 @@ def report(runs: Sequence[Trained], study: Study, out: Path) -> list[str]:
     layers, shape = len(runs[0].after), runs[0].run.shape
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
-    form = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
-    proofs = [re.findall(r"LayerNorm Scaling on: .*", last_log(each.run, out)) for each in runs]
-    lines = [proof.rstrip() for each in proofs for proof in each[:1]] + [""]
-    lines.append(form.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V"))
-    for each in runs:
-        loss, heldout = each.curve.final(study.final_fraction)[0], each.curve.heldout[shape.steps]
-        numbers = [f"{each.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
-        numbers += [f"{each.after[block - 1]:.3g}" for block in blocks]
-        lines.append(form.format(each.run.arm, *numbers, f"{each.growth:.2g}"))
+    row_format = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
+    matches = [re.search(r"LayerNorm Scaling on: .*", last_log(trained.run, out)) for trained in runs]
+    lines = [match[0].rstrip() for match in matches if match] + [""]
+    lines.append(row_format.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V"))
+    for trained in runs:
+        loss, heldout = trained.curve.final(study.final_fraction)[0], trained.curve.heldout[shape.steps]
+        numbers = [f"{trained.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
+        numbers += [f"{trained.after[block - 1]:.3g}" for block in blocks]
+        lines.append(row_format.format(trained.run.arm, *numbers, f"{trained.growth:.2g}"))
     return [
         *lines,
         "",
@@ -144,13 +147,13 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
     shape = runs[0].run.shape
     figure, smoothing = new_figure(4.4, 7.0), max(1, shape.steps // 12)  # legible on a phone
     upper, lower = figure.subplots(2, 1)
-    for each in runs:
-        losses = pandas.Series(each.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
-        blocks, label = range(1, len(each.after) + 1), f"{each.arm.label} ({each.run.shape.learning_rate:g})"
-        style: dict[str, Any] = {"color": each.arm.colour, "linestyle": each.arm.line}
+    for trained in runs:
+        losses = pandas.Series(trained.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
+        blocks, label = range(1, len(trained.after) + 1), f"{trained.arm.label} ({trained.run.shape.learning_rate:g})"
+        style: dict[str, Any] = {"color": trained.arm.colour, "linestyle": trained.arm.line}
         upper.plot(losses.index, losses, **style)
-        lower.plot(blocks, each.after, marker=each.arm.marker, label=label, **style)
-        lower.plot(blocks, each.before, color=each.arm.colour, linestyle=":", linewidth=1)
+        lower.plot(blocks, trained.after, marker=trained.arm.marker, label=label, **style)
+        lower.plot(blocks, trained.before, color=trained.arm.colour, linestyle=":", linewidth=1)
     upper.set(xlabel="step", title=f"training loss (nats per byte, mean of {smoothing} steps)")
     block_axis(lower, len(runs[0].after))
     lower.set(title="output variance (dotted: before training)", yscale="log")
@@ -167,8 +170,8 @@ def main(argv: Sequence[str]) -> int:
         description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
         "variance of every block's output. After Ctrl-C the same command resumes the runs.",
     )
-    text = "description of the runs: demo (the default), demo-long (16 tokens per parameter), or a file"
-    parser.add_argument("study", nargs="?", default="demo", help=text)
+    help_text = "description of the runs: demo (the default), demo-long (16 tokens per parameter), or a file"
+    parser.add_argument("study", nargs="?", default="demo", help=help_text)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="output folder (default %(default)s)")
     args = parser.parse_args(argv)
     settings.refuse_disabled()
@@ -188,16 +191,16 @@ def main(argv: Sequence[str]) -> int:
         with files.exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
             build(out / "data")
             train(study, out, lock)
-            found = [
+            trained_runs = [
                 Trained(run, curve_so_far(run, out), variance(run, 0, out), variance(run, run.shape.steps, out))
                 for run in study.runs
             ]
     except KeyboardInterrupt:
         print(f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
-    lines = report(found, study, out)
+    lines = report(trained_runs, study, out)
     write_whole(out / "report.txt", "\n".join(lines) + "\n")
-    draw(found, out / "demo.png")
+    draw(trained_runs, out / "demo.png")
     print("", *lines, "", f"figure  {out / 'demo.png'}", sep="\n")
     print("next    add --model.layer_norm_type=lns to your OLMo launch: docs/olmo.md")
     return 0
