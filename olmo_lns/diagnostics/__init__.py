@@ -1,7 +1,7 @@
 """The papers' diagnostics: output variance, angular distance, layer removal, Jacobians, gradient norms.
 
 ``docs/diagnostics.md`` has the definitions and the layout of the result files. Every diagnostic is a command,
-``olmo-lns analyze <what>``, and a function: model, batches -> :class:`~.results.Measurement`.
+``olmo-lns analyze <diagnostic>``, and a function: model, batches -> :class:`~.results.Measurement`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ __all__ = ["MEASURES", "Measure"]
 
 
 class Measure(NamedTuple):
-    """One diagnostic. It does not import torch, to keep ``--help`` fast.
+    """One diagnostic, named without importing torch, which keeps ``--help`` fast.
 
     :param title: title in help and reports. :param function: ``module:name`` in this package.
-    :param column: the result's column for tables. :param shows: name and unit of the column.
+    :param column: the column that tables show. :param shows: name and unit of the column.
     :param tokens: default number of tokens. :param longest: default limit of the sequence length.
     """
 

@@ -5,7 +5,7 @@ in the Curse of Depth paper (after Gromov et al., arXiv 2403.17887)::
 
     d(l, l + n) = mean over tokens of  arccos( cos(h_l, h_{l+n}) ) / pi      in [0, 1]
 
-A block that changes nothing gives 0. The cosine is computed in float64 and clamped: rounding leaves it
+A block that changes nothing has distance 0. The cosine is computed in float64 and clamped: rounding can leave it
 just above 1 for nearly equal states, where arccos is NaN.
 """
 

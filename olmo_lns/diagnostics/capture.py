@@ -1,7 +1,7 @@
 """Run a model on batches: observe its blocks, compute its next-token loss.
 
-A block is observed at its *raw* input and output. Hugging Face's ``hidden_states[-1]`` is the final norm's output, not
-the last block's, and hides the growth that LayerNorm Scaling removes.
+An observer receives the *raw* input and output of a block. In contrast, transformers' ``hidden_states[-1]`` is the
+output of the final norm, which hides the growth that LayerNorm Scaling removes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class BlockCall:
 
     @property
     def input(self) -> torch.Tensor:
-        """The hidden state among the arguments: the first positional one, or by its usual name."""
+        """Hidden state among the arguments: the first positional argument, or ``hidden_states``, or ``x``."""
         for candidate in (*self.args[:1], self.kwargs.get("hidden_states"), self.kwargs.get("x")):
             if isinstance(candidate, torch.Tensor):
                 return candidate
         raise LNSError(
-            f"a block was called without a hidden state: found arguments {sorted(self.kwargs)}, expected a positional "
-            "one or hidden_states; name the list of transformer blocks with --blocks"
+            f"a block was called without a hidden state: found the keyword arguments {sorted(self.kwargs)}, expected a "
+            "positional tensor or hidden_states; name the list of transformer blocks with --blocks"
         )
 
     @property
     def output(self) -> torch.Tensor:
-        """The hidden state in the result: the result itself, or the first element of a tuple."""
+        """Hidden state in the result: the result itself, or the first element of a tuple."""
         if not isinstance(hidden := first(self.returned), torch.Tensor):
             raise LNSError(
                 f"a block returned {type(self.returned).__name__}, expected a tensor or a tuple that starts with one; "
@@ -60,53 +60,54 @@ class BlockCall:
         return BlockCall(args, kwargs, block(*args, **kwargs))
 
 
-#: Called with the 0-based number of a block and its call. A result other than None replaces the block's.
+#: Function of a block's 0-based index and its call. A result other than None replaces the block's result.
 Observer = Callable[[int, BlockCall], Any]
 
 
 @contextmanager
-def observe(blocks: Sequence[nn.Module], seen: Observer) -> Iterator[None]:
-    """Call ``seen`` after every call of every block while the context is open.
+def observe(blocks: Sequence[nn.Module], observer: Observer) -> Iterator[None]:
+    """Call ``observer`` after every call of every block while the context is open.
 
-    The block is wrapped from outside, without a hook. A block that was compiled in place (``block.compile()``, as in
-    OLMo) runs its hooks inside the compiled graph, which ignores a later hook.
+    The call of the block is replaced instead of a hook added: a block that was compiled in place (``block.compile()``,
+    as in OLMo) runs its hooks inside the compiled graph, which ignores hooks that are added later.
     """
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            # If this attribute is set, nn.Module.__call__ runs it in place of the module.
-            stack.enter_context(mock.patch.object(block, "_compiled_call_impl", _observed(block, index, seen)))
+            # nn.Module.__call__ runs this attribute, if it is set, instead of the module.
+            stack.enter_context(mock.patch.object(block, "_compiled_call_impl", _observed(block, index, observer)))
         yield
 
 
-def _observed(block: nn.Module, index: int, seen: Observer) -> Callable[..., Any]:
+def _observed(block: nn.Module, index: int, observer: Observer) -> Callable[..., Any]:
     run = block._compiled_call_impl or block._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
-        replaced = seen(index, BlockCall(args, kwargs, returned))
-        return returned if replaced is None else replaced
+        replacement = observer(index, BlockCall(args, kwargs, returned))
+        return returned if replacement is None else replacement
 
     return call
 
 
 def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits: bool) -> Any:
-    """Run all blocks of ``model``; return its logits.
+    """Run all blocks of ``model`` and return its logits.
 
-    The mask is passed on only if it masks a token.
+    The model receives the mask only if a token is masked.
 
     :param logits: False skips the head where the model allows it, and returns any output.
-    :raises LNSError: no logits, or a masked token for OLMo-core's model, which takes no mask.
+    :raises LNSError: no logits, or a masked token for a model of OLMo-core, which accepts no mask.
     """
     target: Any = model
     options: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
     if isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"):  # OLMo-core
         if options:
-            raise LNSError("OLMo-core's models take no attention mask: give sequences of one length")
+            raise LNSError("OLMo-core's models accept no attention mask: give sequences of one length")
         options |= {} if logits else {"logits_to_keep": 1}
     elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
         options |= {} if logits else {"last_logits_only": True}
     elif hasattr(model, "base_model"):  # transformers
-        target, options = model if logits else model.base_model, {**options, "use_cache": False}
+        target = model if logits else model.base_model
+        options["use_cache"] = False
     output = target(ids, **options)
     result = getattr(output, "logits", output)
     if logits and not isinstance(result, torch.Tensor):
@@ -114,12 +115,12 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     return result
 
 
-def evaluated(
+def evaluation_batches(
     model: nn.Module, batches: Batches, device: torch.device | str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the ids and the bool mask of real tokens of every batch, with ``model`` in evaluation mode.
+    """Yield the ids and the bool mask of real tokens of each batch, with ``model`` in evaluation mode.
 
-    Each module's mode is restored at the end.
+    The mode of each module is restored at the end.
 
     :raises LNSError: no batch, or no token in any batch.
     """
@@ -128,27 +129,28 @@ def evaluated(
     tokens = 0
     try:
         for batch in batches:
-            mapping = {"input_ids": batch} if isinstance(batch, torch.Tensor) else batch
-            ids, mask = mapping["input_ids"].to(device), mapping.get("attention_mask")
-            real_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
-            tokens += int(real_tokens.sum())
-            yield ids, real_tokens
+            fields = {"input_ids": batch} if isinstance(batch, torch.Tensor) else batch
+            ids = fields["input_ids"].to(device)
+            mask = fields.get("attention_mask")
+            mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+            tokens += int(mask.sum())
+            yield ids, mask
     finally:
         for module in training:
             module.training = True
     if tokens == 0:
-        raise LNSError("the data has no token: give a file or data set with at least one sequence")
+        raise LNSError("the data has no tokens: give a file or data set with at least one sequence")
 
 
 @torch.no_grad()
 def run_observed(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str
 ) -> Iterator[tuple[list[BlockCall], torch.Tensor]]:
-    """Run the blocks on every batch; yield the call of each block, and the mask of real tokens (batch, sequence).
+    """Run the blocks on each batch; yield the call of each block, and the mask of real tokens (batch, sequence).
 
-    :raises LNSError: a block did not run, or there is no token.
+    :raises LNSError: a block did not run, or the batches have no token.
     """
-    for ids, mask in evaluated(model, batches, device):
+    for ids, mask in evaluation_batches(model, batches, device):
         calls: dict[int, BlockCall] = {}
         with observe(blocks, calls.__setitem__):
             run_model(model, ids, mask, logits=False)
@@ -160,14 +162,15 @@ def run_observed(
 def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed next-token loss of each sequence in nats, and its number of predicted tokens.
 
-    :raises LNSError: an encoder such as BERT, which predicts masked tokens.
+    :raises LNSError: the model predicts masked tokens, as BERT does.
     """
     if type(model).__name__.endswith("MaskedLM"):
         raise LNSError(f"{type(model).__name__} predicts masked tokens: this diagnostic needs a next-token loss")
-    logits, predicted = run_model(model, ids, mask, logits=True), mask[:, 1:] & mask[:, :-1]
+    logits = run_model(model, ids, mask, logits=True)
+    has_target = mask[:, 1:] & mask[:, :-1]
     # One sequence at a time, since float32 logits of a whole batch can be larger than the model.
     losses = [
-        F.cross_entropy(row[:-1][is_predicted].float(), tokens[1:][is_predicted], reduction="sum")
-        for row, tokens, is_predicted in zip(logits, ids, predicted, strict=True)
+        F.cross_entropy(sequence_logits[:-1][selected].float(), tokens[1:][selected], reduction="sum")
+        for sequence_logits, tokens, selected in zip(logits, ids, has_target, strict=True)
     ]
-    return torch.stack(losses), predicted.sum(1)
+    return torch.stack(losses), has_target.sum(1)

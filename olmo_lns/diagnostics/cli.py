@@ -1,4 +1,4 @@
-"""``olmo-lns analyze <what>``: run a diagnostic, draw its figure, compare models."""
+"""``olmo-lns analyze <diagnostic>``: run a diagnostic, draw its figure, compare models."""
 
 from __future__ import annotations
 
@@ -20,85 +20,85 @@ from olmo_lns.processes import one_process
 if TYPE_CHECKING:
     from olmo_lns.diagnostics.results import Measurement
 
-#: Formats of figures.
-FIGURES = (".png", ".svg")
+#: Suffixes of figures.
+FIGURE_SUFFIXES = (".png", ".svg")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one diagnostic, or compare results. Exit code 0, or 2 for wrong usage."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = _parser().parse_args(argv)
-    return compare(args) if args.what == "compare" else measure(args)
+    return compare(args) if args.diagnostic == "compare" else measure(args)
 
 
 def _parser() -> argparse.ArgumentParser:
     example = "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png"
     parser = Parser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.", epilog=example)
-    commands = parser.add_subparsers(dest="what", required=True, metavar="what")
-    for what, measure in MEASURES.items():
+    commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="diagnostic")
+    for name, measure in MEASURES.items():
         title = measure.title
-        command = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
-        _add_common(command, what)
+        command = commands.add_parser(name, help=title[0].lower() + title[1:], description=f"{title}.")
+        _add_common_options(command, name)
         command.set_defaults(tasks=None)
         add = command.add_argument
-        if what == "layer-drop":
+        if name == "layer-drop":
             add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
             add("--task-path", help="folder with your task files")
             add("--limit", type=at_least(1), help="examples a task")
             add("--num-fewshot", type=at_least(0), help="examples in the prompt")
             add("--chat-template", action="store_true", help="build prompts with the model's chat template")
-        if what == "jacobian":
+        if name == "jacobian":
             add("--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128")
             add("--sequences", type=at_least(1), default=64, help="sequences to sample (default %(default)s)")
             add("--seed", type=at_least(0), default=0, help="seed of positions and rows (default %(default)s)")
         else:
             add("--tokens", type=at_least(1), default=measure.tokens, help="tokens to read (default %(default)s)")
-    command = commands.add_parser("compare", help="show results of one or more models in one figure and table")
-    command.add_argument("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
+    command = commands.add_parser("compare", help="show the results of several models in one figure and table")
+    command.add_argument("results", nargs="+", type=Path, metavar="results.json", help="result files of one diagnostic")
     command.add_argument("-o", "--output", type=Path, help="figure: .png or .svg")
     return parser
 
 
-def _add_common(command: argparse.ArgumentParser, what: str) -> None:
-    """Add the options of every diagnostic."""
+def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> None:
+    """Add the options that all diagnostics share."""
     add = command.add_argument
     add("--model", required=True, help="OLMo or OLMo-core checkpoint folder, Hugging Face folder or name")
-    add("--scheme", help="scheme of a model whose folder does not name it: lns")
-    add("-o", "--output", type=Path, help=f"result file, default {what}.json; a .csv is written beside it")
+    add("--scheme", help="scheme of a model whose config names none, such as lns")
+    add("-o", "--output", type=Path, help=f"result file, default {diagnostic}.json; a .csv is written beside it")
     add("--plot", type=Path, help="also draw a figure: .png or .svg")
     add("--label", help="name of the model in figures; a study arm's name sets its colour")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
-    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {MEASURES[what].longest}")
+    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {MEASURES[diagnostic].longest}")
     add("--batch-size", type=at_least(1), default=8, help="sequences per batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights; auto: as saved")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto: CUDA if there is one")
-    add("--blocks", help="dotted path of the list of blocks, if it is not found")
-    add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
+    add("--blocks", help="dotted path of the list of blocks; default: detected")
+    add("--tokenizer", help="tokenizer.json, folder or name; default: the model's")
     add("--token-dtype", help="dtype of raw token files (default: the checkpoint's, else uint16)")
     add("--text-field", default="text", help="field of JSON lines and data sets (default %(default)s)")
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Run ``olmo-lns analyze <what>``: measure, write, draw and print."""
+    """Run one diagnostic: measure the model, write and print the result, draw the figure."""
     from olmo_lns.diagnostics.data import check_source
     from olmo_lns.diagnostics.results import check_writable, table
 
-    # Check before the work, so that its result is not lost.
-    output = args.output or Path(f"{args.what}.json")
+    # Check the outputs first: a failure after the measurement would lose its result.
+    output = args.output or Path(f"{args.diagnostic}.json")
     check_writable(output, ".json")
     if args.plot:
-        check_writable(args.plot, *FIGURES)
+        check_writable(args.plot, *FIGURE_SUFFIXES)
         importlib.import_module("matplotlib")
     check_source(args.data)
-    one_process(args.what)
+    one_process(args.diagnostic)
     result = _measure(args)
-    written = result.write(output)
+    paths = result.write(output)
     if args.plot:
         from olmo_lns.diagnostics import plots
 
-        written.append(plots.save(plots.draw([result]), args.plot))
+        paths.append(plots.save(plots.draw([result]), args.plot))
     print(table([result]))
-    print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+    print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, paths))}")
     return 0
 
 
@@ -112,16 +112,17 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from olmo_lns.diagnostics.results import printable
     from olmo_lns.diagnostics.structure import find_blocks
     from olmo_lns.export.open import open_checkpoint
-    from olmo_lns.norm.dtypes import DTYPES as TORCH
+    from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
     from olmo_lns.tokenizers import load_tokenizer
 
     opened = open_checkpoint(args.model, args.scheme)
+    measure = MEASURES[args.diagnostic]
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu"
-    model = opened.model.to(device=device, dtype=TORCH.get(args.dtype))
+    model = opened.model.to(device=device, dtype=TORCH_DTYPES.get(args.dtype))
     blocks = find_blocks(model, args.blocks)
-    length = args.sequence_length or min(MEASURES[args.what].longest, opened.max_length)
+    length = args.sequence_length or min(measure.longest, opened.max_length)
     if length > opened.max_length:
-        raise LNSError(f"--sequence-length {length}: the model takes at most {opened.max_length}")
+        raise LNSError(f"--sequence-length {length}: the model accepts at most {opened.max_length} tokens")
 
     def tokenizer() -> Any:
         return load_tokenizer(args.tokenizer or opened.tokenizer, Path(args.model), opened.eos_token_id)
@@ -130,10 +131,11 @@ def _measure(args: argparse.Namespace) -> Measurement:
     if args.tasks:  # first, so that a failed download ends the command early
         from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
 
-        harness_options = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
+        options = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
         lm = harness_model(opened, tokenizer(), args.batch_size)
-        scores = score_tasks(lm, blocks, args.tasks, include_path=args.task_path, **harness_options)
-    tokens = args.sequences * length if args.what == "jacobian" else args.tokens
+        scores = score_tasks(lm, blocks, args.tasks, include_path=args.task_path, **options)
+    is_jacobian = args.diagnostic == "jacobian"
+    tokens = args.sequences * length if is_jacobian else args.tokens
     batches: Iterable[Any] = read_batches(
         args.data,
         length,
@@ -146,20 +148,20 @@ def _measure(args: argparse.Namespace) -> Measurement:
     )
     if sys.stderr.isatty():
         count = math.ceil(tokens / (length * args.batch_size))
-        batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
-    jacobian_options = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
-    function = pkgutil.resolve_name(f"olmo_lns.diagnostics.{MEASURES[args.what].function}")
-    result: Measurement = function(model, blocks, batches, device, **jacobian_options)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    settings = {"device": device, "dtype": dtype, **jacobian_options}
+        batches = track(batches, f"{args.diagnostic}, batches", count, console=Console(stderr=True))
+    sampling = {"rows": args.rows, "seed": args.seed} if is_jacobian else {}
+    run_diagnostic = pkgutil.resolve_name(f"olmo_lns.diagnostics.{measure.function}")
+    result: Measurement = run_diagnostic(model, blocks, batches, device, **sampling)
+    if scores:
+        result = with_tasks(result, scores)
+    settings = {"device": device, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **sampling}
     settings |= {"sequence_length": length, "batch_size": args.batch_size, "scheme": str(opened.scheme)}
-    complete = with_tasks(result, scores) if scores else result
     label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
-    return replace(complete, label=printable(label), model=args.model, data=args.data, settings=settings)
+    return replace(result, label=printable(label), model=args.model, data=args.data, settings=settings)
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return the number of token ids, without padding rows of the embedding where the config has the number."""
+    """Return the vocabulary size in the config, or else the number of rows of the embedding, padding included."""
     from torch import nn
 
     size = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -168,11 +170,11 @@ def vocabulary_of(model: Any) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run ``olmo-lns analyze compare``: show one or more results in one figure and table."""
+    """Run ``olmo-lns analyze compare``: show the results of several models in one figure and table."""
     from olmo_lns.diagnostics.results import check_writable, read_results, table
 
     if args.output:
-        check_writable(args.output, *FIGURES)
+        check_writable(args.output, *FIGURE_SUFFIXES)
     results = read_results(args.results)
     print(table(results))
     if args.output:

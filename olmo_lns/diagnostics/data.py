@@ -1,4 +1,4 @@
-"""Batches from ``--data``: token ids, text, JSON lines or a Hugging Face data set, all streamed."""
+"""Stream batches from ``--data``: token ids, text, JSON lines or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from olmo_lns.errors import LNSError, one_line
 from olmo_lns.study.data.check import record_of
 
-#: Tokens of a file, or characters of a plain text, per read.
-BLOCK = 1 << 20
-#: Files of token ids, and of records.
+#: Number of tokens, or of characters of a plain text, to read at once.
+READ_SIZE = 1 << 20
+#: Suffixes of files with token ids, and with JSON records.
 IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
 
 
@@ -36,17 +36,17 @@ def read_batches(
 
     :param source: a ``.npy`` file (NumPy's format or OLMo's raw ids), a text file, JSON lines with text, or a Hugging
         Face data set ``name[,config][:split]`` (also a local folder).
-    :param length: tokens of a sequence. :param tokenizer: called once, only when there is text.
-    :param max_tokens: token limit, to which the last sequence is cut; None reads everything.
+    :param length: tokens in a sequence. :param tokenizer: returns the tokenizer; called once, only for text.
+    :param max_tokens: number of tokens to read, which can shorten the last sequence; None reads everything.
     :param token_dtype: dtype of raw token files (OLMo's). :param text_field: field of JSON lines and data sets.
-    :raises LNSError: no such data, or an id outside ``vocabulary``.
+    :raises LNSError: the data does not exist, or has an id outside ``vocabulary``.
     """
     check_source(source)
     path = Path(source)
     if path.suffix in IDS:
         chunks = _ids(path, token_dtype)
     else:
-        chunks = _encoded(_texts(source, text_field), tokenizer(), separate=path.suffix in (*RECORDS, ""))
+        chunks = _encode(_texts(source, text_field), tokenizer(), separate=path.suffix in (*RECORDS, ""))
     sequences = _sequences(chunks, length, max_tokens)
     while group := list(itertools.islice(sequences, batch_size)):
         yield _collate(group, vocabulary, source)
@@ -55,74 +55,72 @@ def read_batches(
 def check_source(source: str) -> None:
     """Check ``--data`` before the model is loaded.
 
-    :raises LNSError: a missing file, or a data set without the package ``datasets``.
+    :raises LNSError: a file is missing, or a data set needs the package ``datasets``.
     """
     path = Path(source)
     if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():
         raise LNSError(f"--data: no such file: {path}")
     if not path.is_file() and importlib.util.find_spec("datasets") is None:
-        raise LNSError(f"--data: {source} is not a file, and a data set needs: pip install datasets")
+        raise LNSError(f"--data: {source} is not a file; to read a Hugging Face data set: pip install datasets")
 
 
-def _sequences(chunks: Iterable[np.ndarray], length: int, remaining: int | None) -> Iterator[np.ndarray]:
-    """Yield the sequences of the chunks until the token limit; the last one may be shorter."""
-    rest = np.empty(0, np.int64)
+def _sequences(chunks: Iterable[np.ndarray], length: int, max_tokens: int | None) -> Iterator[np.ndarray]:
+    """Yield sequences of ``length`` tokens up to the token limit; the last sequence can be shorter."""
+    pending = np.empty(0, np.int64)
     for chunk in chunks:
-        rest = np.concatenate([rest, chunk[:remaining].astype(np.int64)])
-        full = len(rest) // length * length
-        yield from rest[:full].reshape(-1, length)
-        rest = rest[full:]
-        if remaining is not None and (remaining := remaining - len(chunk)) <= 0:
-            break
-    if len(rest):
-        yield rest
+        pending = np.concatenate([pending, chunk[:max_tokens].astype(np.int64)])
+        full = len(pending) // length * length
+        yield from pending[:full].reshape(-1, length)
+        pending = pending[full:]
+        if max_tokens is not None:
+            max_tokens -= len(chunk)
+            if max_tokens <= 0:
+                break
+    if len(pending):
+        yield pending
 
 
 def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
-        numpy_format = file.read(6) == b"\x93NUMPY"
-    record_dtype = record_of(path).get("dtype", token_dtype)
-    if not numpy_format and record_dtype != token_dtype:
-        raise LNSError(
-            f"{path}: the record beside it has dtype {record_dtype}, expected {token_dtype} (see --token-dtype)"
-        )
+        is_npy = file.read(6) == b"\x93NUMPY"
+    recorded = record_of(path).get("dtype", token_dtype)
+    if not is_npy and recorded != token_dtype:
+        raise LNSError(f"{path}: the record beside it has dtype {recorded}, expected {token_dtype} (see --token-dtype)")
     try:
-        if numpy_format:
+        if is_npy:
             array = np.load(path, mmap_mode="r")
-        else:  # an empty file cannot be mapped
+        else:  # np.memmap refuses an empty file
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
-        raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or rewrite it") from None
-    odd_tokens = array[1:BLOCK:2]  # of ids below a million, in a file of twice the width
-    if not numpy_format and odd_tokens.size >= 32 and array[:BLOCK].max() > 255 and odd_tokens.max() < 16:
+        raise LNSError(f"{path}: not an array of token ids ({error}): set --token-dtype or rewrite the file") from None
+    high = array[1:READ_SIZE:2]  # the upper halves of ids below a million, if the file has twice the width
+    if not is_npy and high.size >= 32 and array[:READ_SIZE].max() > 255 and high.max() < 16:
         raise LNSError(
             f"{path}: every second token is 0 or close to 0: the file seems to have a wider dtype than {token_dtype} "
             "(see --token-dtype)"
         )
     if not np.issubdtype(array.dtype, np.integer):
         raise LNSError(f"{path}: found an array of {array.dtype}, expected integer token ids")
-    for start in range(0, array.size, BLOCK):
-        yield np.asarray(array.reshape(-1)[start : start + BLOCK])
+    for start in range(0, array.size, READ_SIZE):
+        yield np.asarray(array.reshape(-1)[start : start + READ_SIZE])
 
 
 def _texts(source: str, field: str) -> Iterator[str]:
-    """Yield the texts of a file or of a data set; of a plain text, whole lines of about 1 MB."""
+    """Yield the texts of a file or data set; a plain text file comes in groups of lines of about 1 MB."""
     path = Path(source)
     try:
         if path.is_file() and path.suffix not in RECORDS:
             with path.open(encoding="utf-8") as file:
-                while block := file.readlines(BLOCK):
-                    yield "".join(block)
+                while lines := file.readlines(READ_SIZE):
+                    yield "".join(lines)
             return
         for number, record in enumerate(_records(source), start=1):
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                description = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise LNSError(
-                    f"--data: record {number} has {description}, expected text in {field!r} (see --text-field)"
-                )
+                found = sorted(record) if isinstance(record, dict) else type(record).__name__
+                raise LNSError(f"--data: record {number} has {found}, expected text in {field!r} (see --text-field)")
             yield text
-    except (OSError, ValueError, RuntimeError) as error:  # bad UTF-8 or JSON, errors of the hub
+    except (OSError, ValueError, RuntimeError) as error:  # invalid UTF-8 or JSON, or an error of the hub
         raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error
 
 
@@ -138,20 +136,21 @@ def _records(source: str) -> Iterator[Any]:
     yield from datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
-def _encoded(texts: Iterable[str], tokenizer: Any, *, separate: bool) -> Iterator[np.ndarray]:
-    """Yield the ids of each text. :param separate: end each text with the tokenizer's end token."""
+def _encode(texts: Iterable[str], tokenizer: Any, *, separate: bool) -> Iterator[np.ndarray]:
+    """Yield the token ids of each text. :param separate: append the tokenizer's end token to each text."""
     end = [tokenizer.eos_token_id] if separate and tokenizer.eos_token_id is not None else []
     for text in texts:
         yield np.asarray([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end], np.int64)
 
 
-def _collate(group: list[np.ndarray], vocabulary: int, source: str) -> dict[str, torch.Tensor]:
-    low, high = min(int(sequence.min()) for sequence in group), max(int(sequence.max()) for sequence in group)
+def _collate(sequences: list[np.ndarray], vocabulary: int, source: str) -> dict[str, torch.Tensor]:
+    low = min(int(sequence.min()) for sequence in sequences)
+    high = max(int(sequence.max()) for sequence in sequences)
     if low < 0 or high >= vocabulary:
         raise LNSError(
             f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
-            "the data was tokenised with another vocabulary (or has another --token-dtype)"
+            "the data has another vocabulary or another --token-dtype"
         )
-    ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in group]
+    ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences]
     mask = [torch.ones_like(sequence) for sequence in ids]
     return {"input_ids": pad_sequence(ids, True), "attention_mask": pad_sequence(mask, True)}

@@ -1,7 +1,7 @@
-"""The cost of removing one block without fine-tuning, in loss and in scores of lm-evaluation-harness tasks.
+"""Measure the loss increase from removing one block without fine-tuning.
 
-The block is bypassed in place: its input becomes its output. The other blocks keep their layer numbers.
-Removing a block from the list would shift every later LNS factor.
+The block is bypassed in place: its input becomes its output. The other blocks keep their layer numbers, whereas
+deleting the block from the list would shift the factor of every later block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluated, observe, sequence_losses
+from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluation_batches, observe, sequence_losses
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
@@ -26,12 +26,12 @@ def bypassed(block: nn.Module) -> Iterator[None]:
     """
     ran = False
 
-    def give_input(_: int, call: BlockCall) -> Any:
+    def return_input(_: int, call: BlockCall) -> Any:
         nonlocal ran
         ran = True
         return call.input if call.output is call.returned else (call.input, *call.returned[1:])
 
-    with observe([block], give_input):
+    with observe([block], return_input):
         yield
     if not ran:
         raise LNSError("a block did not run on this data: give data that runs every block")
@@ -46,32 +46,33 @@ def drop_layers(
 ) -> Measurement:
     """Measure the loss on ``batches`` of the whole model and without each block, in one pass over the data.
 
-    Costs L + 1 forward passes per batch. Parameters as in ``block_output_variance``.
-    The result's columns, in nats per token: ``loss`` without the block, its ``increase`` over the detail
-    ``baseline_loss``, and the ``increase_stderr`` with the sequences as paired samples. ``tokens`` are predicted ones.
+    Needs L + 1 forward passes per batch. Parameters as in ``block_output_variance``.
+    The columns of the result, in nats per token: ``loss`` without the block, its ``increase`` over the detail
+    ``baseline_loss``, and ``increase_stderr``, for sequences as paired samples. ``tokens`` counts predicted tokens.
 
     :raises LNSError: no token, or a loss that is not finite.
 
     Example: ``drop_layers(model, None, [torch.arange(64)[None]]).blocks["loss"]`` has one number per removed block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    losses: list[torch.Tensor] = []  # of each batch: (1 + blocks, sequences), the whole model first
-    counts: list[torch.Tensor] = []  # predicted tokens of each sequence
-    for ids, mask in evaluated(model, batches, device):
-        whole, count = sequence_losses(model, ids, mask)
-        rows = [whole]
+    losses: list[torch.Tensor] = []  # one per batch: (1 + blocks, sequences), the whole model first
+    counts: list[torch.Tensor] = []  # one per batch: predicted tokens of each sequence
+    for ids, mask in evaluation_batches(model, batches, device):
+        model_losses, count = sequence_losses(model, ids, mask)
+        rows = [model_losses]
         for block in blocks:
             with bypassed(block):
                 rows.append(sequence_losses(model, ids, mask)[0])
         losses.append(torch.stack(rows).double().cpu())
         counts.append(count.double().cpu())
     count, nll = torch.cat(counts), torch.cat(losses, dim=1)
-    if not (tokens := int(count.sum())):
+    tokens = int(count.sum())
+    if tokens == 0:
         raise LNSError("the data has no token to predict: give sequences of at least two tokens")
-    baseline, *without = (nll.sum(1) / tokens).tolist()
+    baseline, *loss_without = (nll.sum(1) / tokens).tolist()
     columns = {
-        "loss": without,
-        "increase": [loss - baseline for loss in without],
+        "loss": loss_without,
+        "increase": [loss - baseline for loss in loss_without],
         "increase_stderr": _paired_stderr(nll[1:] - nll[0], count),
     }
     return Measurement("layer-drop", tokens, columns, {"baseline_loss": baseline})

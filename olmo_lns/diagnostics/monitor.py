@@ -1,8 +1,8 @@
-"""Layerwise output variance during OLMo training, for the paper's variance-through-training figure.
+"""Record the output variance of each block during OLMo training, for the paper's variance-through-training figure.
 
 ``OLMO_LNS_MONITOR=every=100`` on any OLMo launch writes a CSV file in the save folder, with one row per block every 100
-steps. In a sampled step the blocks are observed during the forward pass only; activation checkpointing's recomputation
-in the backward pass is not counted.
+steps. A sampled step observes the blocks in the forward pass only, without the recomputation by activation
+checkpointing in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from olmo_lns.text import write_whole
 
 log = logging.getLogger(__name__)
 
-#: Columns of the CSV file; ``block`` is 1-based, the others as in :mod:`~olmo_lns.diagnostics.variance`.
+#: Columns of the CSV file. ``block`` is 1-based; :mod:`~olmo_lns.diagnostics.variance` defines the others.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
 FILE_NAME = "lns_variance.csv"
 
@@ -32,7 +32,7 @@ FILE_NAME = "lns_variance.csv"
 def parse_setting(value: str) -> int:
     """Return the number of steps between two samples in ``"every=100"``.
 
-    :raises LNSConfigError: another key, or not a whole number >= 1.
+    :raises LNSConfigError: the key is not ``every``, or the value is not a whole number >= 1.
     """
     key, _, every = value.partition("=")
     if key != "every" or not every.isdecimal() or int(every) < 1:
@@ -58,23 +58,23 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Monitor:
-    """Sample the blocks of an ``olmo.train.Trainer`` every so many steps, from its ``fit()`` on.
+    """Sample the blocks of an ``olmo.train.Trainer`` once in ``every`` steps, from its ``fit()`` on.
 
-    :raises LNSError: the model's blocks are not found.
-    :raises LNSConfigError: the file is not a file of the monitor.
+    :raises LNSError: the blocks of the model are not found.
+    :raises LNSConfigError: ``path`` exists and is not a file of the monitor.
     """
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
         self.every, self.path = every, path
         self._trainer = trainer
-        find_blocks(trainer.model)  # fail now, not at the first sample
+        find_blocks(trainer.model)  # raise now rather than at the first sample
         self._moments: Moments | None = None
-        self._writes = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
+        self._is_writer = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
         self._train_step, self._model_forward = trainer.train_step, trainer.model_forward
         trainer.train_step, trainer.model_forward = self._step, self._forward
-        if self._writes:
+        if self._is_writer:
             start_file(path, trainer.global_step)
-            log.info("LNS monitor: output variance of every block to %s every %d steps", path, every)
+            log.info("LNS monitor: write the output variance of each block to %s every %d steps", path, every)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._trainer.global_step  # fit() increments it before the step
@@ -92,14 +92,14 @@ class Monitor:
         if (moments := self._moments) is None:
             return self._model_forward(batch, *args, **kwargs)
         mask = batch.get("attention_mask")
-        # Found for each sample, since FSDP and block groups may be wrapped between samples.
+        # Search again for each sample: FSDP and block groups may have been wrapped since the last.
         blocks = find_blocks(self._trainer.model)
         with observe(blocks, lambda block, call: moments.add(block, call.output, mask)):
             return self._model_forward(batch, *args, **kwargs)
 
     def _write(self, step: int, moments: Moments) -> None:
         moments.pool_ranks()
-        if not self._writes:
+        if not self._is_writer:
             return
         columns = moments.columns()
         rows = list(zip(columns["variance"], columns["rms"], columns["max"], strict=True))
@@ -112,13 +112,13 @@ class Monitor:
 
 
 def start_file(path: Path, step: int) -> None:
-    """Write the header, or keep an existing file's rows up to ``step``; a resumed run measures later rows again."""
-    expected_head = ",".join(COLUMNS)
+    """Write the header, or keep the rows of an existing file up to ``step``: a resumed run repeats later rows."""
+    expected = ",".join(COLUMNS)
     try:
-        found_head, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [expected_head]
-        if found_head != expected_head:
-            raise ValueError(f"found columns {found_head!r}, expected {expected_head!r}")
-        lines = [expected_head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
+        header, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [expected]
+        if header != expected:
+            raise ValueError(f"found columns {header!r}, expected {expected!r}")
+        lines = [header, *(row for row in rows if int(row.partition(",")[0]) <= step)]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "\n".join(lines) + "\n")
     except ValueError as error:  # a step that is not a number, a file that is not text

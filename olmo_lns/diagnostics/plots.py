@@ -1,4 +1,4 @@
-"""Figures from results: heat maps, and lines over the blocks; labels and units on every axis."""
+"""Draw figures of results: heat maps, and line plots over the blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from olmo_lns.schemes import parse
 from olmo_lns.study.arms import ARMS, Arm
 
 #: Maximum number of heat maps side by side.
-COLUMNS = 6
+MAX_COLUMNS = 6
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
-WIDE = 20
+LOG_RATIO = 20
 
 
 class Line(NamedTuple):
-    """A line plot over the blocks. :param error: column of the standard errors, ``""`` for none."""
+    """A line plot over the blocks. :param error: column of the standard errors, or ``""``."""
 
     column: str
     label: str
     error: str = ""
 
 
-#: Diagnostic -> its line plots; a column that no result has is left out.
+#: Diagnostic -> its line plots. A column that no result has is omitted.
 LINES = {
     "variance": [
         Line("variance", "output variance\n(mean over tokens)"),
@@ -48,32 +48,32 @@ LINES = {
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure in the common style, outside of pyplot, which needs no close."""
+    """Return an empty figure in the common style. It is outside of pyplot, so nobody must close it."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # With shorter handles, dashes look alike.
+    # Dash patterns look the same in shorter legend handles.
     matplotlib.rcParams.update({"legend.handlelength": 3.5, "legend.frameon": False, "lines.markersize": 4})
     matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure in the format of the suffix."""
+    """Write a figure in the format of the suffix of ``path``."""
     figure.savefig(path, bbox_inches="tight", dpi=200)
     return path
 
 
 def arm_of(result: Measurement) -> Arm | None:
-    """Return a model's arm in the study's table: by its label, else by its scheme."""
+    """Return the arm of the study with the label of the result, or else with its scheme."""
     scheme = parse(result.settings.get("scheme", "preln"))
-    named = [arm for arm in ARMS.values() if result.label in (arm.name, arm.label)]
-    alike = [arm for arm in ARMS.values() if (arm.scheme, arm.initialization) == (scheme, "plain")]
-    return next(iter(named + alike), None)
+    same_label = [arm for arm in ARMS.values() if result.label in (arm.name, arm.label)]
+    same_scheme = [arm for arm in ARMS.values() if (arm.scheme, arm.initialization) == (scheme, "plain")]
+    return next(iter(same_label + same_scheme), None)
 
 
 def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return the styles of models: those of their arms, or the first of the table if arms are unknown or repeated."""
+    """Return the line styles of the models' arms, or the first of the table if an arm is unknown or repeated."""
     arms = [arm_of(result) for result in results]
     if None in arms or len(set(arms)) < len(arms):
         arms = [list(ARMS.values())[number % len(ARMS)] for number in range(len(results))]
@@ -89,13 +89,14 @@ def block_axis(axis: Any, blocks: int) -> None:
 
 
 def draw(results: Sequence[Measurement]) -> Any:
-    """Draw one diagnostic of one or several models: its heat maps above its line plots."""
-    maps = [each for result in results for each in heat_maps(result)]
+    """Draw one diagnostic of one or more models, with heat maps above line plots."""
+    maps = [heat_map for result in results for heat_map in heat_maps(result)]
     tasks = {name: task["metric"] for result in results for name, task in result.details.get("tasks", {}).items()}
     lines = [line for line in LINES[results[0].what] if any(line.column in result.blocks for result in results)]
     lines += [Line(f"{name}:drop", f"drop of {metric} on {name}", f"{name}:stderr") for name, metric in tasks.items()]
-    rows = math.ceil(len(maps) / COLUMNS)
-    figure = lower = new_figure(max(4 * len(lines), 2 * min(COLUMNS, len(maps))), 3 + 2.2 * rows)
+    rows = math.ceil(len(maps) / MAX_COLUMNS)
+    width = max(4 * len(lines), 2 * min(MAX_COLUMNS, len(maps)))
+    figure = lower = new_figure(width, 3 + 2.2 * rows)
     if maps:
         upper, lower = figure.subfigures(2, 1, height_ratios=[2.2 * rows, 3])
         _draw_maps(upper, maps, rows, angles=results[0].what == "angular")
@@ -107,19 +108,19 @@ def draw(results: Sequence[Measurement]) -> Any:
 
 
 def heat_maps(result: Measurement) -> list[tuple[str, np.ndarray]]:
-    """Return titles and values: the angles of all pairs, the Jacobians of some blocks, or nothing."""
+    """Return the titles and values of a result's heat maps: angles of all pairs, or Jacobians of some blocks."""
     if result.what == "angular":
         return [(result.label, np.array(list(result.blocks.values()), dtype=float))]
     maps = result.details.get("heat_maps", [])
-    shown = sorted({round(place) for place in np.linspace(0, len(maps) - 1, COLUMNS)}) if maps else []
-    return [(f"{result.label}\nblock {index + 1}", np.array(maps[index])) for index in shown]
+    selected = sorted({round(index) for index in np.linspace(0, len(maps) - 1, MAX_COLUMNS)}) if maps else []
+    return [(f"{result.label}\nblock {index + 1}", np.array(maps[index])) for index in selected]
 
 
 def _draw_maps(figure: Any, maps: Sequence[tuple[str, np.ndarray]], rows: int, *, angles: bool) -> None:
-    """Draw the heat maps with one colour scale. Most angles are far below 1, most entries of J below its diagonal's."""
+    """Draw the heat maps with one colour scale: linear for angles, symmetric log for the small entries of J."""
     from matplotlib.colors import Normalize, SymLogNorm
 
-    axes = figure.subplots(rows, min(COLUMNS, len(maps)), squeeze=False)
+    axes = figure.subplots(rows, min(MAX_COLUMNS, len(maps)), squeeze=False)
     if angles:
         scale, colours = Normalize(0, max(np.nanmax(grid) for _, grid in maps)), "cividis"
     else:
@@ -127,8 +128,8 @@ def _draw_maps(figure: Any, maps: Sequence[tuple[str, np.ndarray]], rows: int, *
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()
     for axis, (title, grid) in zip(axes.flat, maps, strict=False):
-        place = (0.5, len(grid) + 0.5) * 2
-        image = axis.imshow(grid, norm=scale, cmap=colours, origin="lower" if angles else "upper", extent=place)
+        extent = (0.5, len(grid) + 0.5) * 2
+        image = axis.imshow(grid, norm=scale, cmap=colours, origin="lower" if angles else "upper", extent=extent)
         axis.grid(False)
         if angles:
             block_axis(axis, len(grid))
@@ -142,10 +143,11 @@ def _draw_line(axis: Any, results: Sequence[Measurement], line: Line) -> None:
     for style, result in zip(styles(results), results, strict=True):
         y = result.blocks.get(line.column, [None] * len(result.main))
         errors = result.blocks.get(line.error)
-        known = errors if errors and None not in errors else None
-        axis.errorbar(range(1, len(y) + 1), np.array(y, float), yerr=known, capsize=2, label=result.label, **style)
+        if errors and None in errors:
+            errors = None
+        axis.errorbar(range(1, len(y) + 1), np.array(y, float), yerr=errors, capsize=2, label=result.label, **style)
     block_axis(axis, max(len(result.main) for result in results))
     axis.set_ylabel(line.label)
     values = [value for result in results for value in result.blocks.get(line.column, []) if value is not None]
-    if min(values) > 0 and max(values) > WIDE * min(values):
+    if min(values) > 0 and max(values) > LOG_RATIO * min(values):
         axis.set_yscale("log")

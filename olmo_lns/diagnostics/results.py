@@ -1,4 +1,4 @@
-"""The result of a diagnostic: one class, one JSON file, one table with a row per block."""
+"""The result of a diagnostic: a class, its JSON file, and its table with a row per block."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Settings that change the numbers; a difference between compared models is logged.
-MATTERS = ("sequence_length", "dtype", "seed")
+#: Settings that change the numbers. A difference between compared results is logged.
+COMPARED_SETTINGS = ("sequence_length", "dtype", "seed")
 
 
 @dataclass(frozen=True)
 class Measurement:
     """The result of a diagnostic for one model.
 
-    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: number of averaged tokens, no padding.
-    :param blocks: column -> a number for every block, block 1 first; None for a block without one.
+    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: averaged tokens, without padding.
+    :param blocks: column -> a number or None for each block, block 1 first.
     :param details: other results, as JSON values.
-    :param label: name of the model in figures and tables. :param settings: dtype, device and so on, as used.
-    :raises LNSError: a number that is not finite; the message names its column and blocks.
+    :param label: name of the model in figures and tables. :param settings: dtype, device and so on.
+    :raises LNSError: a number is not finite; the message names its column and blocks.
 
     Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is the variance of block 1.
     """
@@ -50,19 +50,19 @@ class Measurement:
         for name, column in {**self.blocks, **scalars}.items():
             bad = [str(n) for n, value in enumerate(column, start=1) if value is not None and not math.isfinite(value)]
             if bad:
-                where = f" of block {', '.join(bad)}" if name in self.blocks else ""
+                blocks = f" of block {', '.join(bad)}" if name in self.blocks else ""
                 raise LNSError(
-                    f"{self.what}: {name}{where} is NaN or infinite, expected a finite number: check the checkpoint "
+                    f"{self.what}: {name}{blocks} is NaN or infinite, expected a finite number: check the checkpoint "
                     "and the dtype (fp16 overflows earlier than bf16 and fp32)"
                 )
 
     @property
     def main(self) -> list[float]:
-        """The diagnostic's column for tables."""
+        """The column that tables show."""
         return self.blocks[MEASURES[self.what].column]
 
     def frame(self) -> pandas.DataFrame:
-        """Return a table with a row per block: its 1-based number, its columns, and the scalar details."""
+        """Return a table with a row per block: the 1-based number, the columns, and the scalar details."""
         import pandas
 
         scalars = {name: value for name, value in self.details.items() if isinstance(value, (int, float, str))}
@@ -79,7 +79,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
-        """Read a result file. :raises LNSError: not a result file, or an incomplete one."""
+        """Read a result file. :raises LNSError: the file is not a complete result."""
         try:
             result = cls(**json.loads(path.read_text(encoding="utf-8")))
             result.frame()
@@ -89,9 +89,9 @@ class Measurement:
 
 
 def check_writable(path: Path, *suffixes: str) -> None:
-    """Check before the work that its result can be written; create the parent folder.
+    """Check that a result can be written to ``path``, and create its folder.
 
-    :raises LNSError: another suffix, a folder of this name, or no permission.
+    :raises LNSError: the suffix is wrong, ``path`` is a folder, or its folder is not writable.
     :raises OSError: the parent folder cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,17 +103,18 @@ def check_writable(path: Path, *suffixes: str) -> None:
 
 
 def read_results(paths: Sequence[Path]) -> list[Measurement]:
-    """Read result files of one diagnostic; equal labels are replaced by the paths.
+    """Read result files of one diagnostic, and warn about different settings.
 
-    Different settings are logged as a warning.
+    If two results have the same label, the paths of the files become the labels.
 
-    :raises LNSError: results of different diagnostics.
+    :raises LNSError: the results are of different diagnostics.
     """
     results = [Measurement.read(path) for path in paths]
-    if len(kinds := sorted({result.what for result in results})) != 1:
-        raise LNSError(f"found results of {', '.join(kinds)}, expected one diagnostic: compare each by itself")
+    diagnostics = sorted({result.what for result in results})
+    if len(diagnostics) != 1:
+        raise LNSError(f"found results of {', '.join(diagnostics)}, expected one diagnostic: compare them separately")
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
-    values |= {name: [result.settings.get(name) for result in results] for name in MATTERS}
+    values |= {name: [result.settings.get(name) for result in results] for name in COMPARED_SETTINGS}
     values["method"] = [result.details.get("method") for result in results]
     for name, column in values.items():
         if any(value != column[0] for value in column):
@@ -124,15 +125,15 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
 
 
 def printable(path: str | Path) -> str:
-    """Return a path as text that UTF-8 can encode, as pandas and JSON need it."""
+    """Return a path as text that UTF-8 can encode, for pandas and JSON."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """Return a table with a row per block and a column per model, under its title; missing blocks are empty cells."""
+    """Return a title and a table with a row per block and a column per model; missing blocks are empty cells."""
     import pandas
 
     columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)
     columns.index = pandas.RangeIndex(1, len(columns) + 1, name="block")
-    shows = MEASURES[results[0].what].shows
-    return f"{shows[0].upper()}{shows[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"
+    title = MEASURES[results[0].what].shows
+    return f"{title[0].upper()}{title[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"

@@ -12,11 +12,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """Return the transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
-    The blocks are the only outermost list of at least two modules of one class. OLMo's block groups are resolved to
-    their blocks, also under FSDP.
+    The model must have exactly one outermost list of at least two modules of one class. OLMo's block groups are
+    resolved to their blocks, also under FSDP.
 
-    :param path: dotted path of the list in ``model``, if it is known.
-    :raises LNSError: no list, or several candidates (the message lists them).
+    :param path: dotted path of the list in ``model``; None detects it.
+    :raises LNSError: no list, or several candidates, which the message names.
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -32,6 +32,6 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
         )
     members = lists[path or next(iter(lists))]
     inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]
-    if any(isinstance(each, _LISTS) for each in inner):
+    if any(isinstance(block, _LISTS) for block in inner):
         members = [block for group in inner for block in group.children()]
     return members

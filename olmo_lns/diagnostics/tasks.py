@@ -1,4 +1,4 @@
-"""Scores of lm-evaluation-harness tasks without each block in turn."""
+"""Score lm-evaluation-harness tasks without each block in turn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from olmo_lns.errors import LNSError
 if TYPE_CHECKING:
     from olmo_lns.export.open import Opened
 
-#: Metrics by preference; the first that a task reports is read.
-PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
-#: Task -> its ``metric``, and ``score`` and ``stderr`` of the whole model, then without each block, block 1 first.
+#: Metrics in order of preference.
+PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
+#: Task -> ``metric``, ``score`` and ``stderr``: lists with the whole model first, then without block 1, 2 and so on.
 Scores = dict[str, dict[str, Any]]
 
 
@@ -33,27 +33,27 @@ def score_tasks(
 ) -> Scores:
     """Run ``tasks`` on the whole model, then without each block in turn.
 
-    :param lm: lm-eval's model, for example from :func:`harness_model`. :param blocks: the model's blocks, in order.
+    :param lm: model of lm-eval, for example from :func:`harness_model`. :param blocks: blocks of the model, in order.
     :param include_path: folder with the user's task files. :param limit: examples per task, None for all.
     :returns: scores by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
-    :raises LNSError: a task is unknown, or it reports no number. :raises OSError: its data cannot be loaded.
+    :raises LNSError: a task is unknown or reports no number. :raises OSError: the data of a task cannot be loaded.
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    # Indexing the harness's thousands of task files takes a minute, so it is skipped for the user's tasks.
+    # Indexing the thousands of task files of the harness takes a minute: skip it if the user's tasks suffice.
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
     if manager is None or any(task not in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise LNSError(f"lm-eval has no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
-    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
+    options: dict[str, Any] = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000}
+    options |= {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
 
     @torch.no_grad()
     def evaluate() -> dict[str, dict[str, Any]]:
-        options = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
         results: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **options)["results"]
         return results
 
@@ -65,40 +65,41 @@ def score_tasks(
 
 
 def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Collect the scores by one metric, under ``name,filter``; its error is under ``name_stderr,filter``."""
+    """Collect the scores of one metric, key ``metric,filter``, and its errors, key ``metric_stderr,filter``."""
     numbers = [key for key, value in runs[0].items() if isinstance(value, (int, float))]
     keys = [key for key in numbers if "," in key and "_stderr" not in key]
     if not keys:
-        raise LNSError(f"task {task} reports no number, expected one of {', '.join(PREFERRED)}")
-    key = next((key for wanted in PREFERRED for key in keys if key.split(",")[0] == wanted), keys[0])
-    name, _, filtered = key.partition(",")
-    errors = [run.get(f"{name}_stderr,{filtered}") for run in runs]
+        raise LNSError(f"task {task} reports no number, expected one of {', '.join(PREFERRED_METRICS)}")
+    preferred = [key for metric in PREFERRED_METRICS for key in keys if key.split(",")[0] == metric]
+    score_key = (preferred or keys)[0]
+    metric, _, filter_name = score_key.partition(",")
+    errors = [run.get(f"{metric}_stderr,{filter_name}") for run in runs]
     stderr = [float(error) if isinstance(error, (int, float)) else None for error in errors]
-    return {"metric": name, "score": [float(run[key]) for run in runs], "stderr": stderr}
+    return {"metric": metric, "score": [float(run[score_key]) for run in runs], "stderr": stderr}
 
 
 def with_tasks(result: Measurement, scores: Scores) -> Measurement:
     """Add the columns ``<task>:<metric>``, ``:stderr`` and ``:drop`` for each task to a layer-drop result."""
     columns = dict(result.blocks)
     for name, task in scores.items():
-        whole, *without = task["score"]
-        columns[f"{name}:{task['metric']}"] = without
+        baseline, *scores_without = task["score"]
+        columns[f"{name}:{task['metric']}"] = scores_without
         columns[f"{name}:stderr"] = task["stderr"][1:]
-        columns[f"{name}:drop"] = [whole - score for score in without]
+        columns[f"{name}:drop"] = [baseline - score for score in scores_without]
     return replace(result, blocks=columns, details={**result.details, "tasks": scores})
 
 
 def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
-    """Return lm-eval's model around an opened one.
+    """Wrap an opened model for lm-eval.
 
-    :raises LNSError: not a Hugging Face model, or the tokenizer has no end-of-text token.
+    :raises LNSError: the model is not a Hugging Face model, or the tokenizer has no end-of-text token.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(opened.model, PreTrainedModel):
-        raise LNSError("--tasks: lm-eval runs Hugging Face models: `olmo-lns export CHECKPOINT FOLDER` makes one first")
+        raise LNSError("--tasks: lm-eval needs a Hugging Face model: `olmo-lns export CHECKPOINT FOLDER` makes one")
     if tokenizer.eos_token_id is None:
-        raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
+        raise LNSError("--tasks: lm-eval needs a tokenizer with an end-of-text token: give one with --tokenizer")
     from lm_eval.models.huggingface import HFLM
 
     options = {"batch_size": batch_size, "max_length": opened.max_length, "device": str(opened.model.device)}

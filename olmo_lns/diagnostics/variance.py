@@ -1,10 +1,10 @@
-"""Layerwise output variance: the growth of the residual stream from block to block.
+"""Measure the output variance of each block, the growth of the residual stream from block to block.
 
 For a token ``t`` and the raw output ``h`` of a block with ``d`` features::
 
     mean_t = 1/d sum_i h_ti        variance_t = 1/d sum_i (h_ti - mean_t)^2
 
-in float32. Each block has the mean of ``variance_t`` over all tokens, its standard deviation over tokens,
+in float32. The result has, for each block, the mean and the standard deviation of ``variance_t`` over all tokens,
 the RMS ``sqrt(mean h^2)`` and the largest ``|h|``. Sums over tokens are in float64: the order and number of
 batches or ranks do not matter.
 """
@@ -25,8 +25,8 @@ from olmo_lns.diagnostics.structure import find_blocks
 class Moments:
     """Running sums over the tokens of block outputs, in constant memory, on the device of the outputs.
 
-    A row per block: the number of tokens, the sums of per-token variances, of their squares and of mean squares. The
-    largest absolute values are beside them.
+    Each block has a row: the number of tokens, and the sums of the variances, of their squares and of the mean
+    squares of the tokens. A second tensor has the largest absolute values.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -35,12 +35,12 @@ class Moments:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that each block has seen."""
+        """Number of tokens in the sums of a block."""
         return int(self._sums[0, 0])
 
     @torch.no_grad()
     def add(self, block: int, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add a block's output: (batch, sequence, d_model), any floating dtype; in the mask 0 is padding."""
+        """Add a block's output, (batch, sequence, d_model) in any floating dtype. :param mask: 0 marks padding."""
         self._sums, self._largest = self._sums.to(hidden.device), self._largest.to(hidden.device)
         tokens = hidden.detach().flatten(0, -2)
         if mask is not None:
@@ -57,13 +57,13 @@ class Moments:
         self._largest[block] = torch.maximum(torch.maximum(-low, high), self._largest[block])
 
     def pool_ranks(self) -> None:
-        """Sum over all ranks if torch.distributed runs."""
+        """Sum over all ranks if torch.distributed is initialized."""
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self._sums)
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)
 
     def columns(self) -> dict[str, list[float]]:
-        """Return ``variance``, ``variance_std``, ``rms`` and ``max`` of every block; NaN for one without a token."""
+        """Return ``variance``, ``variance_std``, ``rms`` and ``max`` of every block; NaN for a block without tokens."""
         count, *sums = self._sums.cpu().T
         variance, square, power = (total / count for total in sums)
         return {
@@ -82,10 +82,10 @@ def block_output_variance(
 ) -> Measurement:
     """Measure the variance of every block's raw output over all tokens of ``batches``.
 
-    :param blocks: the blocks in order; None finds them.
+    :param blocks: the blocks in order; None detects them.
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
     :param device: device of the ids. The model keeps its device, dtype and mode.
-    :raises LNSError: no token, or activations that are not finite (the message names the blocks).
+    :raises LNSError: no token, or activations that are not finite; the message names the blocks.
 
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """

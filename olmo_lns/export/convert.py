@@ -1,4 +1,4 @@
-"""Fold, convert and save an opened checkpoint."""
+"""Fold and convert an opened checkpoint, and write the folder of its export."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from olmo_lns.export.open import Opened, module_of
 from olmo_lns.fold import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
-#: Kind of checkpoint -> formats that it can be written as. The first is the default.
-WRITTEN_AS = {
+#: Kind of checkpoint -> formats of its export. The first is the default.
+OUTPUT_FORMATS = {
     OLMO: (OLMO, HF),
     OLMO_CORE: (OLMO_CORE, HF),
     MEGATRON: (MEGATRON, HF),
@@ -25,50 +25,49 @@ WRITTEN_AS = {
 }
 
 
-def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Opened:
-    """Fold an opened checkpoint in place and return the stock model of ``form``.
+def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None) -> Opened:
+    """Fold an opened checkpoint in place and return the stock model of the output format.
 
-    :param form: one of :data:`olmo_lns.export.FORMATS`, except Megatron's, which has no model here.
+    :param output_format: one of :data:`olmo_lns.export.FORMATS`, except Megatron's, which is written without a model.
     :param dtype: dtype of the weights; None keeps theirs.
-    :raises LNSConfigError: a scheme that cannot be folded, a model that no stock class computes, or a weight that is
-        not finite.
+    :raises LNSConfigError: the scheme cannot be folded, no stock model computes the same, or weights are not finite.
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
     check_finite(opened.model.named_parameters())
     if opened.kind in (HF, MEGATRON):
-        converted = huggingface.folded(opened, dtype)
-    elif form == HF:
-        converted = module_of(opened.kind).to_huggingface(opened, dtype)
+        stock = huggingface.folded(opened, dtype)
+    elif output_format == HF:
+        stock = module_of(opened.kind).to_huggingface(opened, dtype)
     else:
-        converted = module_of(opened.kind).folded(opened, dtype)
-    check_finite(converted.model.named_parameters())
-    return converted
+        stock = module_of(opened.kind).folded(opened, dtype)
+    check_finite(stock.model.named_parameters())
+    return stock
 
 
 @contextmanager
-def finished(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside ``out``; rename the folder to ``out`` at the end, or remove it after an error.
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside ``out``; rename it to ``out`` on success, remove it on an error.
 
     :raises LNSConfigError: ``out`` exists.
     """
     if out.exists():
-        raise LNSConfigError(f"{out} exists, and nothing is overwritten. Give a new folder.")
-    part = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    part.mkdir(parents=True)
+        raise LNSConfigError(f"{out} exists. Give a new folder: an export never overwrites files.")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    unfinished.mkdir(parents=True)
     try:
-        yield part
-        part.rename(out)
+        yield unfinished
+        unfinished.rename(out)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
-    """Save the tokenizer of a checkpoint, or the requested one, with transformers.
+    """Save the requested tokenizer, or else the checkpoint's, in transformers' format.
 
     :param requested: a ``tokenizer.json``, a folder, a name on the hub, or ``none``.
-    :returns: a line about the written tokenizer.
-    :raises LNSConfigError: a tokenizer that cannot be loaded, or that has more tokens than the model.
+    :returns: one line about the tokenizer, for the user.
+    :raises LNSConfigError: the tokenizer cannot be loaded, or has more tokens than the model.
     """
     name = requested or opened.tokenizer
     if name in (None, "none"):
@@ -77,11 +76,12 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
         tokenizer = load_tokenizer(name, opened.folder, opened.eos_token_id)
     except LNSError as error:
         raise LNSConfigError(f"{error}; or leave it out: --tokenizer none") from None
-    size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    rows = huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model has {rows}: it belongs to another model. Give "
-            "--tokenizer FILE, or --tokenizer none to leave it out."
+            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's tokenizer. Give the "
+            "right one with --tokenizer FILE, or leave it out with --tokenizer none."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

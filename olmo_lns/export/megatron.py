@@ -1,9 +1,9 @@
-"""Megatron's distributed checkpoints (``torch_dist``): folded for stock Megatron, and run as a Llama.
+"""Megatron's distributed checkpoints (``torch_dist``): fold them for stock Megatron, or open them as a Llama.
 
-Layers are stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
-(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and
-one value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in
-an object of the distributed checkpoint.
+The layers are stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` has the shape [L, …]) or numbered
+(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, one key head and
+one value head, in this order. ``linear_fc1`` is [gate, up]. Megatron saves its arguments in ``common.pt``; since
+Megatron Core 0.19, in an object of the distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
-#: Entries of a checkpoint that belong to training, not to the model.
+#: Entries of a checkpoint that hold the state of training, not of the model.
 _TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
-#: Parameters of the two norms of a block, in every spec that LNS can be applied to.
-_SITE = re.compile(
+#: Parameters of the two norms of a block, in every layer spec that LNS supports.
+_BLOCK_NORM = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_|input_layernorm\."
     r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
 _ABSENT = (None, False, 0)
-#: Argument -> its values in a model that Llama computes; an argument that is absent is fine.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+#: Argument -> the values that Llama can represent. An absent argument is accepted.
+_LLAMA_VALUES: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "position_embedding_type": ("rope",),
@@ -59,8 +59,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "glu_linear_offset"), _ABSENT),
     **dict.fromkeys(("activation_func_clamp_value", "quick_geglu"), _ABSENT),
 }
-#: Plain value classes that saved arguments hold, besides Megatron's own enumerations.
-_SAFE = {
+#: Plain value classes in saved arguments, apart from Megatron's enumerations.
+_SAFE_CLASSES = {
     "argparse.Namespace": argparse.Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
     "pathlib.PosixPath": pathlib.PosixPath,
@@ -70,9 +70,9 @@ _SAFE = {
 
 @dataclass
 class Saved:
-    """One iteration of a Megatron run. :param common: ``common["args"]`` are the run's arguments.
+    """One saved iteration of a Megatron run. :param common: the common state; ``common["args"]`` are the arguments.
 
-    :param tensors: name -> size and dtype of each of the model's tensors. :param objects: names of its other entries.
+    :param tensors: name -> size and dtype, for each tensor of the model. :param objects: names of the other entries.
     """
 
     folder: Path
@@ -86,40 +86,37 @@ class Saved:
         return self.common["args"]
 
     def scheme(self, requested: Scheme | None) -> Scheme:
-        """Return the scheme in the saved arguments; ``requested`` if they name none."""
+        """Return the scheme in the saved arguments, or ``requested`` if they name none."""
         saved_scheme = Settings.of_saved(self.args).scheme
-        if requested is not None and requested.name not in (LNS.name, PRE_LN.name):
+        if requested is None:
+            return saved_scheme
+        if requested.name not in (LNS.name, PRE_LN.name):
+            raise LNSConfigError(f"--scheme {requested}: Megatron supports only lns. {self.folder} is a Megatron run.")
+        if not saved_scheme.is_pre_ln and saved_scheme != requested:
             raise LNSConfigError(
-                f"--scheme {requested}: {self.folder} is Megatron's, which has lns and its exponent only."
+                f"{self.folder} says scheme {saved_scheme}, --scheme says {requested}. Leave --scheme out."
             )
-        if saved_scheme.is_pre_ln or requested is None or requested == saved_scheme:
-            return saved_scheme if requested is None else requested
-        raise LNSConfigError(
-            f"{self.folder} says scheme {saved_scheme}, --scheme says {requested}. Leave --scheme away."
-        )
+        return requested
 
-    def given(self, *names: str) -> Any:
-        """Return the value of an argument that has had several names.
-
-        :raises LNSConfigError: the saved arguments have none of the names. A default would be a guess.
-        """
-        values = [getattr(self.args, name) for name in names if getattr(self.args, name, None) is not None]
-        if not values:
-            raise LNSConfigError(f"{self.folder}: the saved arguments hold no {' or '.join(names)}. Expected one.")
-        return values[0]
+    def argument(self, *names: str) -> Any:
+        """Return the value of an argument under the first of ``names`` that is saved; never a default."""
+        for name in names:
+            if (value := getattr(self.args, name, None)) is not None:
+                return value
+        raise LNSConfigError(f"{self.folder}: the saved arguments have no {' or '.join(names)}. Expected one of them.")
 
     @property
     def shift(self) -> float:
-        """Difference between a gain and its stored value: 1 for zero-centred gains, else 0."""
-        return 1.0 if self.given("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
+        """Difference between a norm's weight and its stored value: 1 for zero-centred weights."""
+        return 1.0 if self.argument("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
-    def sites(self) -> Iterator[tuple[str, int | None, str]]:
-        """Yield name, 0-based layer (None: all layers, stacked) and ``weight`` or ``bias`` of each block norm."""
-        for match in filter(None, map(_SITE.match, self.tensors)):
+    def norm_parameters(self) -> Iterator[tuple[str, int | None, str]]:
+        """Yield name, 0-based layer (None if stacked) and ``weight`` or ``bias`` for each block norm parameter."""
+        for match in filter(None, map(_BLOCK_NORM.match, self.tensors)):
             yield match[0], None if match["layer"] is None else int(match["layer"]), match["part"]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Load the complete tensors of the model on the CPU."""
+        """Load the unsharded tensors of the model on the CPU."""
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()
         }
@@ -129,10 +126,10 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Read the arguments and the names of one iteration, without weights.
+    """Read the arguments and the tensor names of one iteration, without loading weights.
 
-    :param folder: folder of an iteration, or of a run, whose latest iteration is read.
-    :raises LNSConfigError: another format, a damaged checkpoint, missing arguments, or layers that cannot be folded.
+    :param folder: folder of an iteration, or of a run for its latest iteration.
+    :raises LNSConfigError: another format, a damaged file, no arguments, or layers that cannot be folded.
     """
     if (folder / TRACKER).is_file():
         latest = (folder / TRACKER).read_text(encoding="utf-8").strip()
@@ -143,18 +140,19 @@ def read(folder: Path) -> Saved:
             "torch_dist."
         )
     with readable(folder):
-        stored, common = FileSystemReader(folder).read_metadata().state_dict_metadata, _common(folder)
-    entries = {name: entry for name, entry in stored.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        common = _common(folder)
+    entries = {name: entry for name, entry in metadata.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     saved = Saved(folder, common, tensors, [name for name in entries if name not in tensors])
     layers = int(saved.args.num_layers)
-    gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
-    count = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
-    foreign_names = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
-    if count != 2 * layers or foreign_names:
+    weights = [(name, layer) for name, layer, part in saved.norm_parameters() if part == "weight"]
+    norms = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in weights)
+    unsupported = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
+    if norms != 2 * layers or unsupported:
         raise LNSConfigError(
-            f"{folder}: found {count} block norms in {layers} layers, expected {2 * layers}; others: "
-            f"{', '.join(foreign_names[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in "
+            f"{folder}: found {norms} block norms in {layers} layers, expected {2 * layers}; unsupported parameters: "
+            f"{', '.join(unsupported[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in "
             "every layer, no MTP) can be folded."
         )
     return saved
@@ -168,6 +166,8 @@ class _KeepBytes(DefaultLoadPlanner):
 
 
 class _WriteBytes(DefaultSavePlanner):
+    """Save bytes as the object that they already encode."""
+
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 
@@ -181,37 +181,40 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """Load the common state with ``weights_only=True``. Plain values and Megatron's enumerations are allowed.
+    """Load the common state with ``weights_only=True``, which admits plain values and Megatron's enumerations.
 
     :raises LNSConfigError: another class, or no arguments.
     """
     path = folder / COMMON
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    megatron_names = {name: name.rpartition(".") for name in names if name.startswith("megatron.core.")}
-    classes = {
-        name: getattr(importlib.import_module(module), kind, None) for name, (module, _, kind) in megatron_names.items()
-    }
-    allowed = _SAFE | {name: kind for name, kind in classes.items() if isinstance(kind, enum.EnumMeta)}
-    if unknown := set(names) - set(allowed):
+    safe: dict[str, type] = dict(_SAFE_CLASSES)
+    for name in names:
+        if name.startswith("megatron.core."):
+            module, _, attribute = name.rpartition(".")
+            cls = getattr(importlib.import_module(module), attribute, None)
+            if isinstance(cls, enum.EnumMeta):
+                safe[name] = cls
+    if unsafe := set(names) - set(safe):
         raise LNSConfigError(
-            f"{path} names the class {min(unknown)}. Expected plain values and enumerations of the installed Megatron "
+            f"{path} names the class {min(unsafe)}. Expected plain values and enumerations of the installed Megatron "
             "Core: install the version that wrote the checkpoint."
         )
-    # With names: torch removes these entries from its list afterwards, and Megatron has added some entries by itself.
-    with torch.serialization.safe_globals([(kind, name) for name, kind in allowed.items()]):
+    # torch removes these entries at the end. Pairs with a name leave the classes that Megatron registered in place.
+    with torch.serialization.safe_globals([(cls, name) for name, cls in safe.items()]):
         common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    common = common[0] if isinstance(common, list) and common else common
+    if isinstance(common, list) and common:
+        common = common[0]
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{folder} holds no arguments, expected the arguments of the run.")
+        raise LNSConfigError(f"{folder} holds no arguments. Expected the arguments of the training run.")
     return common
 
 
 def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
-    """Write a checkpoint that stock Megatron loads with ``--finetune``; the optimizer's state is left out.
+    """Write a checkpoint that stock Megatron loads with ``--finetune``, without the optimizer's state.
 
-    :param scheme: scheme of a checkpoint whose arguments name none. :returns: the name of the iteration's folder.
-    :raises LNSConfigError: nothing to fold, values that are not finite, or errors of :func:`read`.
+    :param scheme: scheme of a checkpoint whose arguments name none. :returns: name of the iteration's folder.
+    :raises LNSConfigError: nothing to fold, values that are not finite, or an error of :func:`read`.
     """
     saved = read(folder)
     scheme = saved.scheme(scheme)
@@ -220,7 +223,7 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     layers, target = int(saved.args.num_layers), out / saved.folder.name
     factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
     state: dict[str, Any] = saved.weights()
-    for name, layer, part in saved.sites():
+    for name, layer, part in saved.norm_parameters():
         factor = factors if layer is None else float(factors[layer])
         state[name] = multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
     check_finite(state.items())
@@ -243,24 +246,25 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open a checkpoint as a Llama under its scheme.
+    """Open a checkpoint as a Llama under its scheme. :param scheme: scheme of a checkpoint that names none.
 
-    :param scheme: scheme of a checkpoint whose arguments name none.
-    :raises LNSConfigError: errors of :func:`read`, or the settings that no Llama has.
+    :raises LNSConfigError: a model that Llama cannot represent, with the reasons, or an error of :func:`read`.
     """
     saved = read(folder)
-    scheme, values = saved.scheme(scheme), _config(saved)
-    model = huggingface.build(values, _renamed(saved, values), folder)
-    settings, longest = huggingface.settings(model), values["max_position_embeddings"]
-    return huggingface.under(Opened(model, MEGATRON, PRE_LN, folder, settings, max_length=longest), scheme)
+    scheme, values = saved.scheme(scheme), _llama_config(saved)
+    model = huggingface.build(values, _llama_weights(saved, values), folder)
+    max_length = values["max_position_embeddings"]
+    stock = Opened(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
+    return huggingface.under(stock, scheme)
 
 
-def _config(saved: Saved) -> dict[str, Any]:
-    """Return the settings of the Llama."""
+def _llama_config(saved: Saved) -> dict[str, Any]:
+    """Return the settings of the Llama config."""
     args = saved.args
-    arguments = {name: getattr(args, name) for name in _PLAIN if hasattr(args, name)}
-    if problems := [f"{name}={value!r}" for name, value in arguments.items() if value not in _PLAIN[name]]:
-        raise LNSConfigError(f"{saved.folder}: no stock Llama computes this model: {', '.join(problems)}.")
+    values = {name: getattr(args, name) for name in _LLAMA_VALUES if hasattr(args, name)}
+    unsupported = [f"{name}={value!r}" for name, value in values.items() if value not in _LLAMA_VALUES[name]]
+    if unsupported:
+        raise LNSConfigError(f"{saved.folder}: stock Llama cannot represent this model: {', '.join(unsupported)}.")
     heads = int(args.num_attention_heads)
     groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
     return {
@@ -274,17 +278,17 @@ def _config(saved: Saved) -> dict[str, Any]:
         "head_dim": int(getattr(args, "kv_channels", None) or args.hidden_size // heads),
         "max_position_embeddings": int(args.max_position_embeddings),
         "rope_theta": float(getattr(args, "rotary_base", 10_000)),
-        "rms_norm_eps": float(saved.given("norm_epsilon", "layernorm_epsilon")),
+        "rms_norm_eps": float(saved.argument("norm_epsilon", "layernorm_epsilon")),
         "initializer_range": float(getattr(args, "init_method_std", 0.02)),
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", False),
         "attention_bias": False,
         "mlp_bias": False,
-        # The tokenizer names them; Megatron's arguments do not.
+        # Megatron's arguments do not name the special tokens; the tokenizer does.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
 
 
-#: Megatron's names -> Llama's. ``linear_qkv.weight`` and ``linear_fc1.weight`` are taken apart.
+#: Megatron's names -> Llama's. ``linear_qkv.weight`` and ``linear_fc1.weight`` are split.
 _NAMES = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",
@@ -299,29 +303,28 @@ _NAMES = {
 }
 
 
-def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the unfolded weights under Llama's names. A weight that Llama lacks keeps Megatron's name."""
+def _llama_weights(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the unfolded weights under Llama's names; a weight that Llama lacks keeps Megatron's name."""
     state: dict[str, torch.Tensor] = {}
-    for name, tensor in saved.weights().items():
-        stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
-        for layer, weight in enumerate(tensor if stacked else [tensor]):
-            numbered_name = name.replace("decoder.layers.", f"decoder.layers.{layer}.") if stacked else name
-            llama_name = huggingface.renamed(numbered_name, _NAMES)
-            if name.endswith(("layer_norm_weight", "layernorm.weight")):
-                state[llama_name] = weight + saved.shift
-            elif name.endswith("linear_qkv.weight"):
-                projections = zip("qkv", ungrouped(weight, config), strict=True)
-                state |= {llama_name.format(letter): rows for letter, rows in projections}
-            elif name.endswith("linear_fc1.weight"):
-                gate, up = weight.chunk(2)
-                state |= {llama_name.format("gate"): gate, llama_name.format("up"): up}
+    for megatron_name, tensor in saved.weights().items():
+        is_stacked = megatron_name.startswith("decoder.layers.") and not megatron_name.split(".")[2].isdigit()
+        for layer, weight in enumerate(tensor if is_stacked else [tensor]):
+            numbered = f"decoder.layers.{layer}." if is_stacked else "decoder.layers."
+            name = huggingface.renamed(megatron_name.replace("decoder.layers.", numbered), _NAMES)
+            if megatron_name.endswith(("layer_norm_weight", "layernorm.weight")):
+                state[name] = weight + saved.shift
+            elif megatron_name.endswith("linear_qkv.weight"):
+                state |= {name.format(x): rows for x, rows in zip("qkv", _split_qkv(weight, config), strict=True)}
+            elif megatron_name.endswith("linear_fc1.weight"):
+                state |= {name.format(x): rows for x, rows in zip(("gate", "up"), weight.chunk(2), strict=True)}
             else:
-                state[llama_name] = weight
+                state[name] = weight
     return state
 
 
-def ungrouped(qkv: torch.Tensor, config: dict[str, Any]) -> list[torch.Tensor]:
-    """Return queries, keys and values from Megatron's rows, which are grouped by key head."""
-    groups, size = config["num_key_value_heads"], config["head_dim"]
-    grouped = qkv.view(groups, config["num_attention_heads"] // groups + 2, size, qkv.shape[-1])
-    return [part.reshape(-1, qkv.shape[-1]) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]
+def _split_qkv(weight: torch.Tensor, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Split the rows of ``linear_qkv``, which are grouped by key head, into query, key and value."""
+    groups, hidden_size = config["num_key_value_heads"], weight.shape[-1]
+    heads_per_group = config["num_attention_heads"] // groups + 2
+    grouped = weight.view(groups, heads_per_group, config["head_dim"], hidden_size)
+    return [part.reshape(-1, hidden_size) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]

@@ -1,7 +1,7 @@
-"""OLMo's checkpoints: opened by OLMo under the plugin's types, folded, written as stock OLMo or transformers load them.
+"""OLMo's checkpoints: open them under the plugin's norm types, fold them, write them for stock OLMo or transformers.
 
-``x + g * c * f(s * N(x))`` is Pre-LN once ``s`` is in the norm's gain and ``g * c`` in the rows of ``attn_out`` or
-``ff_out``, with a learned gate ``g`` and a constant ``c``.
+A block computes ``x + g * c * f(s * N(x))`` with a learned gate ``g`` and constants ``c`` and ``s``. Multiplying the
+norm's weight by ``s`` and the rows of ``attn_out`` or ``ff_out`` by ``g * c`` leaves a Pre-LN block.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
-#: OlmoLayerNorm's eps is a constant in its forward.
+#: Constant eps in the forward of transformers' OlmoLayerNorm.
 _OLMO_EPS = 1e-5
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo checkpoint, unsharded or sharded.
+    """Open an OLMo checkpoint, unsharded or sharded. :param scheme: scheme of a checkpoint with a stock norm type.
 
-    :param scheme: scheme of a checkpoint with a stock type.
-    :raises LNSConfigError: OLMo refuses the config, or the weights are not its model's.
+    :raises LNSConfigError: OLMo refuses the config, or the weights do not fit the model.
     """
     from olmo_lns.integrations.olmo import register
 
-    register()  # before OLMo is imported
+    register()  # must precede the import of OLMo
     from olmo.config import LayerNormType, ModelConfig
     from olmo.model import OLMo
     from omegaconf import OmegaConf
@@ -63,7 +62,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _load(model: Any, folder: Path) -> None:
-    # Not by OLMo's own loader: that of OLMo 0.6.0 cannot read shards under torch >= 2.6.
+    """Load the weights without OLMo's loader, which in OLMo 0.6.0 cannot read shards under torch >= 2.6."""
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -72,10 +71,10 @@ def _load(model: Any, folder: Path) -> None:
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
             state = model._make_state_dict_compatible(state)[0]
         else:
-            entries = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
+            metadata = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
             shards = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in entries.items()
+                for name, entry in metadata.items()
                 if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
             }
             load(shards, checkpoint_id=folder / SHARDED, no_dist=True)
@@ -90,8 +89,8 @@ def _settings(config: Any) -> dict[str, Any]:
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
 
-    :param dtype: of the weights, None: as they are.
-    :raises LNSConfigError: a scheme that cannot be folded.
+    :param dtype: dtype of the weights; None keeps theirs.
+    :raises LNSConfigError: the scheme cannot be folded.
     """
     from olmo.config import ModelConfig
     from olmo.model import OLMo
@@ -137,41 +136,43 @@ def save(opened: Opened, out: Path) -> None:
 
 
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return the transformers model that computes the same: Llama, or Olmo for a LayerNorm without a gain.
+    """Return the transformers model that computes the same function: Llama, or Olmo for a LayerNorm without a weight.
 
-    :raises LNSConfigError: a scheme that cannot be folded, or a setting that no stock class has.
+    :raises LNSConfigError: the scheme cannot be folded, or no stock class can represent this model.
     """
     from olmo_lns.integrations.olmo.types import base_type
 
     model: Any = opened.model
-    config, rms = model.config, base_type(model.config.layer_norm_type) == "rms"
-    problems = []  # settings that 12 random tokens may not show; huggingface.build measures the others
-    if rms and config.clip_qkv:
-        problems.append("clip_qkv, which only Olmo has")
-    if not rms and config.layer_norm_with_affine:
-        problems.append("a LayerNorm with a gain, which no Llama or Olmo has")
-    if not rms and config.layer_norm_eps != _OLMO_EPS:
-        problems.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
-    if problems:
+    config = model.config
+    is_rms = base_type(config.layer_norm_type) == "rms"
+    unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
+    if is_rms and config.clip_qkv:
+        unsupported.append("clip_qkv, which only Olmo has")
+    if not is_rms and config.layer_norm_with_affine:
+        unsupported.append("a LayerNorm with a weight, which neither Llama nor Olmo has")
+    if not is_rms and config.layer_norm_eps != _OLMO_EPS:
+        unsupported.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
+    if unsupported:
         raise LNSConfigError(
-            f"{opened.folder}: no stock transformers class computes this model: {'; '.join(problems)}. Use --format "
-            "olmo."
+            f"{opened.folder}: no stock transformers class can represent this model: {'; '.join(unsupported)}. "
+            "Use --format olmo."
         )
     stock = folded(opened, dtype)
-    converted = huggingface.build(_config(stock, rms), _renamed(stock.model, rms), opened.folder, stock.model)
-    return replace(stock, model=converted, kind=HF, config=huggingface.settings(converted))
+    values, state = _hf_config(stock, is_rms), _hf_weights(stock.model, is_rms)
+    hf_model = huggingface.build(values, state, opened.folder, stock.model)
+    return replace(stock, model=hf_model, kind=HF, config=huggingface.settings(hf_model))
 
 
-def _config(stock: Opened, rms: bool) -> dict[str, Any]:
+def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:
     """Return the settings of the transformers config."""
     model: Any = stock.model
     config = model.config
-    inner = config.mlp_hidden_size or config.mlp_ratio * config.d_model
+    mlp_hidden_size = config.mlp_hidden_size or config.mlp_ratio * config.d_model  # of gate and up together
     values = {
-        "model_type": "llama" if rms else "olmo",
+        "model_type": "llama" if is_rms else "olmo",
         "vocab_size": config.embedding_size or config.vocab_size,
         "hidden_size": config.d_model,
-        "intermediate_size": inner // 2,
+        "intermediate_size": mlp_hidden_size // 2,
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.effective_n_kv_heads,
@@ -180,19 +181,19 @@ def _config(stock: Opened, rms: bool) -> dict[str, Any]:
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.weight_tying,
         "attention_bias": bool(config.include_bias),
-        **huggingface.tokens(stock),
+        **huggingface.special_tokens(stock),
     }
-    if rms:
+    if is_rms:
         return values | {"rms_norm_eps": config.layer_norm_eps, "mlp_bias": bool(config.include_bias)}
     return values | {"clip_qkv": config.clip_qkv}
 
 
-def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
-    """Return the weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
+def _hf_weights(model: Any, is_rms: bool) -> dict[str, torch.Tensor]:
+    """Return the weights of a stock OLMo model under transformers' names, with its fused projections split."""
     from olmo_lns.integrations.olmo.model import blocks_of
 
     config, transformer = model.config, model.transformer
-    kv = config.effective_n_kv_heads * config.d_model // config.n_heads
+    kv_size = config.effective_n_kv_heads * config.d_model // config.n_heads
     modules = {"model.embed_tokens": transformer.wte, "model.norm": transformer.ln_f}
     if not config.weight_tying:
         modules["lm_head"] = transformer.ff_out
@@ -201,17 +202,17 @@ def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
         layer = f"model.layers.{index}"
         modules |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}
         modules |= {f"{layer}.self_attn.o_proj": block.attn_out, f"{layer}.mlp.down_proj": block.ff_out}
-        for name, up_and_gate in block.ff_proj.named_parameters():
+        for kind, up_and_gate in block.ff_proj.named_parameters():
             up, gate = up_and_gate.detach().chunk(2)
-            state |= {f"{layer}.mlp.up_proj.{name}": up, f"{layer}.mlp.gate_proj.{name}": gate}
+            state |= {f"{layer}.mlp.up_proj.{kind}": up, f"{layer}.mlp.gate_proj.{kind}": gate}
         if not hasattr(block, "att_proj"):
             modules |= {f"{layer}.self_attn.{part}_proj": getattr(block, f"{part}_proj") for part in "qkv"}
             continue
-        for name, fused in block.att_proj.named_parameters():
-            parts = fused.detach().split((config.d_model, kv, kv))
-            state |= {f"{layer}.self_attn.{part}_proj.{name}": p for part, p in zip("qkv", parts, strict=True)}
+        for kind, fused in block.att_proj.named_parameters():
+            split = fused.detach().split((config.d_model, kv_size, kv_size))
+            state |= {f"{layer}.self_attn.{part}_proj.{kind}": rows for part, rows in zip("qkv", split, strict=True)}
     for name, module in modules.items():
-        if rms and "norm" in name and module.weight is None:  # Llama's norms have a gain
+        if is_rms and "norm" in name and module.weight is None:  # every norm of Llama has a weight
             state[f"{name}.weight"] = torch.ones_like(transformer.wte.weight[0])
-        state |= {f"{name}.{part}": parameter.detach() for part, parameter in module.named_parameters()}
+        state |= {f"{name}.{kind}": parameter.detach() for kind, parameter in module.named_parameters()}
     return state

@@ -1,4 +1,4 @@
-"""OLMo-core's checkpoints: opened and saved by OLMo-core; folded for stock OLMo-core, and as a Llama."""
+"""OLMo-core's checkpoints: open them, fold them for stock OLMo-core, or convert them to a Llama."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGH
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
-#: The name of OLMo-core's own block config in saved configs.
+#: Class of OLMo-core's block config, as saved configs name it.
 STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
-_OURS = ("scheme", "exponent", "initialization")
-#: OLMo-core's own LNS blocks, and the buffer that holds their factor in most versions.
+#: Settings that only the package's block config has.
+_LNS_SETTINGS = ("scheme", "exponent", "initialization")
+#: Name of OLMo-core's built-in LNS block, and of the buffer that holds its factor in most versions.
 DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo-core checkpoint.
+    """Open an OLMo-core checkpoint. :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
 
-    :param scheme: scheme of a checkpoint whose blocks are stock or ``default_scaled``.
-    :raises LNSConfigError: OLMo-core is not installed or refuses the config, or the weights do not fit the config.
+    :raises LNSConfigError: OLMo-core is not installed or refuses the config, or the weights do not fit the model.
     """
     try:
         from olmo_core.distributed.checkpoint import load_model_and_optim_state
@@ -43,15 +43,19 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
     with readable(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        values, weights = config["model"], folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
+        values = config["model"]
+    weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
     blocks = blocks_of(values)
-    if scaled := any(block.get("name") == DEFAULT_SCALED for block in blocks):
+    has_default_scaled = any(block.get("name") == DEFAULT_SCALED for block in blocks)
+    if has_default_scaled:
         _check_buffers(weights, int(values["n_layers"]), scheme, folder)
-    if any(block.pop("scale_router", True) is False for block in blocks):  # of development versions
-        raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into norms alone.")
+    if any(block.pop("scale_router", True) is False for block in blocks):  # only development versions saved false
+        raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into the norms alone.")
+    is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
     with readable(folder):
-        model_config = TransformerConfig.from_dict(_with_stock_blocks(values) if scaled else copy.deepcopy(values))
-        if scheme is not None and not scheme.is_pre_ln and not any(block.get("_CLASS_") == CLASS for block in blocks):
+        settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)
+        model_config = TransformerConfig.from_dict(settings)
+        if is_stock and scheme is not None and not scheme.is_pre_ln:
             apply(model_config, scheme.name, **scheme.parameters, initialization="upstream")
         model = model_config.build(init_device="cpu")
         load_model_and_optim_state(str(weights), model)
@@ -72,42 +76,42 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with OLMo-core's own blocks, ``default`` instead of ``default_scaled``."""
-    stock_values = copy.deepcopy(dict(values))
-    for block in blocks_of(stock_values):
-        for name in _OURS:
+    """Return a copy of the model's settings with stock blocks, ``default`` instead of ``default_scaled``."""
+    stock = copy.deepcopy(dict(values))
+    for block in blocks_of(stock):
+        for name in _LNS_SETTINGS:
             block.pop(name, None)
         block["_CLASS_"] = STOCK_CLASS
         if block.get("name") == DEFAULT_SCALED:
             block["name"] = "default"
-    return stock_values
+    return stock
 
 
 def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: Path) -> None:
-    """Compare the saved factors of ``default_scaled`` blocks with the scheme.
+    """Compare the factors in the buffers of ``default_scaled`` blocks with those of ``scheme``.
 
-    :raises LNSConfigError: no ``--scheme``, or factors that are not the scheme's.
+    :raises LNSConfigError: no scheme, or buffers that differ from its factors.
     """
     from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_keys
 
-    stored = get_checkpoint_metadata(str(weights)).state_dict_metadata
-    names = [name for i in range(n_layers) if (name := f"model.blocks.{i}.{BUFFER}") in stored]
-    factors = [float(value) for value in load_keys(str(weights), names)] if names else []
+    metadata = get_checkpoint_metadata(str(weights)).state_dict_metadata
+    names = [name for i in range(n_layers) if (name := f"model.blocks.{i}.{BUFFER}") in metadata]
+    saved = [float(value) for value in load_keys(str(weights), names)] if names else []
     if scheme is None:
         raise LNSConfigError(
-            f"{folder} was trained with block.name={DEFAULT_SCALED} and has the factors {factors} in its buffers. "
-            "OLMo-core up to 3.0 overwrites the buffers when it initializes weights, so that a run may have trained "
-            "without the factors. Name the scheme of the training: --scheme lns or --scheme preln."
+            f"{folder} was trained with block.name={DEFAULT_SCALED}. The factors in its buffers are {saved}. "
+            "OLMo-core up to 3.0 overwrites these buffers when it initializes weights; a version without them keeps "
+            "the factor. Name the scheme of the training run: --scheme lns or --scheme preln."
         )
     expected = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
-    if factors and not (len(factors) == n_layers and np.allclose(factors, expected, rtol=1e-6, atol=0)):
-        raise LNSConfigError(f"{folder} has the factors {factors} in its buffers, expected {expected} under {scheme}.")
+    if saved and not (len(saved) == n_layers and np.allclose(saved, expected, rtol=1e-6, atol=0)):
+        raise LNSConfigError(f"{folder} has the factors {saved} in its buffers, expected {expected} under {scheme}.")
 
 
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Fold the factors in place and return the model of OLMo-core's own block config.
+    """Fold the factors in place and return the model with OLMo-core's stock block config.
 
-    :raises LNSConfigError: a scaled norm has no gain.
+    :raises LNSConfigError: a scaled norm has no weight.
     """
     from olmo_core.nn.transformer import TransformerConfig
 
@@ -128,32 +132,33 @@ def save(opened: Opened, out: Path) -> None:
 
 
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return the Llama that computes the same.
+    """Return the Llama that computes the same function.
 
-    :raises LNSConfigError: a setting that no Llama has.
+    :raises LNSConfigError: Llama cannot represent this model; the message lists the reasons.
     """
     stock = folded(opened, dtype)
     model: Any = stock.model
     blocks = list(model.blocks.values())
-    problems = []  # settings that 12 random tokens may not show; huggingface.build measures the others
+    unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
     if any(getattr(getattr(block.attention, "backend", None), "window_size", (-1, -1)) != (-1, -1) for block in blocks):
-        problems.append("a sliding window")
+        unsupported.append("a sliding window")
     if any(block.attention.rope is None or getattr(block.attention.rope, "scaling", None) for block in blocks):
-        problems.append("no RoPE, or scaled RoPE")
+        unsupported.append("no RoPE, or scaled RoPE")
     if any(getattr(block.attention, "clip_qkv", None) for block in blocks):
-        problems.append("clip_qkv")
+        unsupported.append("clip_qkv")
     if not all(hasattr(block, "feed_forward") and hasattr(block, "feed_forward_norm") for block in blocks):
-        problems.append("blocks without a dense feed-forward")
-    if problems:
+        unsupported.append("blocks without a dense feed-forward")
+    if unsupported:
         raise LNSConfigError(
-            f"{opened.folder}: no stock Llama computes this model: {', '.join(problems)}. Use --format olmo-core."
+            f"{opened.folder}: stock Llama cannot represent this model: {', '.join(unsupported)}. "
+            "Use --format olmo-core."
         )
     state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
-    llama = huggingface.build(_config(stock), state, opened.folder, model)
+    llama = huggingface.build(_llama_config(stock), state, opened.folder, model)
     return replace(stock, model=llama, kind=HF, config=huggingface.settings(llama))
 
 
-#: OLMo-core's names of modules -> Llama's.
+#: OLMo-core's module names -> Llama's.
 _NAMES = {
     "blocks": "model.layers",
     "embeddings": "model.embed_tokens",
@@ -171,8 +176,8 @@ _NAMES = {
 }
 
 
-def _config(opened: Opened) -> dict[str, Any]:
-    """Return the settings of the Llama."""
+def _llama_config(opened: Opened) -> dict[str, Any]:
+    """Return the settings of the Llama config."""
     model: Any = opened.model
     block = next(iter(model.blocks.values()))
     attention = block.attention
@@ -190,5 +195,5 @@ def _config(opened: Opened) -> dict[str, Any]:
         "rms_norm_eps": block.feed_forward_norm.eps,
         "attention_bias": False,
         "tie_word_embeddings": bool(model.tie_word_embeddings),
-        **huggingface.tokens(opened),
+        **huggingface.special_tokens(opened),
     }

@@ -1,4 +1,4 @@
-"""Open a checkpoint with its own framework, under the scheme of its training."""
+"""Open a checkpoint in its framework, under the scheme that it was trained with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from olmo_lns.schemes import Scheme, parse
 
 @dataclass
 class Opened:
-    """An opened checkpoint: a model in evaluation mode, its config and its tokenizer.
+    """A model in evaluation mode, with its format, scheme, config and tokenizer.
 
-    :param model: an instance of the framework's own class; a transformers model for Megatron.
+    :param model: model of the framework's class; for Megatron, a transformers Llama.
     :param kind: one of :data:`olmo_lns.export.FORMATS`. :param scheme: Pre-LN for a stock model.
     :param config: settings in the saved config, as plain values.
-    :param tokenizer: name or path in the saved config. :param max_length: maximum length of a sequence, in tokens.
-    :param eos_token_id, pad_token_id: None if unknown.
+    :param tokenizer: name or path in the checkpoint. :param max_length: maximum sequence length in tokens.
+    :param eos_token_id: end-of-text id, None if unknown. :param pad_token_id: padding id, None if unknown.
     """
 
     model: nn.Module
@@ -42,9 +42,9 @@ class Opened:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the format of a checkpoint folder, or ``hf`` for a name on the hub (``name`` or ``owner/name``).
+    """Return the format of a checkpoint: that of its folder; transformers' for ``name`` or ``owner/name`` on the hub.
 
-    :raises LNSConfigError: a missing folder, an adapter, or an incomplete checkpoint.
+    :raises LNSConfigError: the folder does not exist, is an adapter, or has no complete checkpoint.
     """
 
     def has(*names: str) -> bool:
@@ -55,9 +55,7 @@ def kind_of(folder: Path) -> str:
     if not folder.is_dir():
         raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name on the hub.")
     if has("adapter_config.json"):
-        raise LNSConfigError(
-            f"{folder} is an adapter. Merge it into its model (merge_and_unload()) and save the result."
-        )
+        raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
     if has("config.yaml") and has("model.pt", "model_and_optim"):
         return OLMO
     if has("config.json"):
@@ -77,11 +75,11 @@ def module_of(kind: str) -> Any:
 
 
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
-    """Open a checkpoint on the CPU, in its saved dtype.
+    """Open ``folder`` on the CPU in its saved dtype.
 
     :param folder: a checkpoint folder, or a name on the Hugging Face hub.
     :param scheme: scheme of a checkpoint whose config names none, such as ``"lns"``.
-    :raises LNSConfigError: a damaged or incomplete checkpoint, or one whose config names another scheme.
+    :raises LNSConfigError: the checkpoint is damaged or incomplete, or its config names another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
@@ -101,9 +99,9 @@ def open_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model of a checkpoint in evaluation mode, under the scheme of its training.
+    """Return the model of a checkpoint folder, in evaluation mode, under the scheme that it was trained with.
 
-    :param folder: a checkpoint of OLMo, OLMo-core, Megatron (run as a Llama) or transformers.
+    :param folder: checkpoint of OLMo, OLMo-core, Megatron (opened as a Llama) or transformers.
     :param scheme: scheme of a checkpoint whose config names none. :param dtype: None keeps the saved dtype.
     :raises LNSConfigError: as :func:`open_checkpoint`.
 
@@ -114,16 +112,16 @@ def open_model(
 
 @contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Turn any error of a framework into one line, since damaged files raise errors of many classes.
+    """Report any error of a framework as one line; a damaged file can cause almost any exception.
 
-    :raises LNSConfigError: the error, with the name of ``source``.
+    :raises LNSConfigError: any exception in the context; the message names ``source``.
     """
     try:
         yield
     except LNSError:
         raise
     except (Exception, CheckpointException) as error:
-        failures = getattr(error, "failures", None)  # of the ranks
+        failures = getattr(error, "failures", None)  # rank -> its exception and traceback
         text = str(failures[min(failures)][0] if failures else error).strip() or type(error).__name__
         raise LNSConfigError(f"{source} cannot be loaded: {textwrap.shorten(text, 300)}") from None
 
@@ -131,7 +129,7 @@ def readable(source: object) -> Iterator[None]:
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
     """Load the tensors of ``state`` into ``model`` without a copy.
 
-    :raises LNSConfigError: the names of tensors that are missing, unexpected or of another shape.
+    :raises LNSConfigError: tensors that are missing, unexpected or of another shape; the message names them.
     """
     with readable(source):
         model.load_state_dict(dict(state), assign=True)

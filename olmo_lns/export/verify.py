@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its export: config, weights and logits."""
+"""Compare a checkpoint with its export: config, every weight, logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, MEGATRON
-from olmo_lns.export.convert import WRITTEN_AS, convert
+from olmo_lns.export.convert import OUTPUT_FORMATS, convert
 from olmo_lns.export.huggingface import logits, prompt
 from olmo_lns.export.open import open_checkpoint
 from olmo_lns.schemes import Scheme
 
 #: Largest logit difference in fp32, relative to the largest logit.
 TOLERANCE = 1e-5
-#: Random prompts.
+#: Number of random prompts.
 PROMPTS = 8
-#: Settings, or beginnings of their names, that do not change what a model in evaluation mode computes.
+#: Prefixes of settings that do not change the function of a model in evaluation mode.
 _NEUTRAL = (
     *("init_", "emb_init", "scale_emb_init", "initializer_", "embedding_init_std", "precision", "flash_attention"),
     *("dtype", "torch_dtype", "use_cache", "return_dict", "output_", "id2label", "label2id", "problem_type"),
@@ -34,8 +34,8 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
 
     :param scheme: scheme of a checkpoint whose config names none. :param length: tokens in each prompt.
-    :returns: the report's lines, and true if the export computes what the checkpoint computes.
-    :raises LNSConfigError: a folder that cannot be opened, or an export that still needs its factor.
+    :returns: one line for each comparison and difference, and True if the export computes the same as the checkpoint.
+    :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
 
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
@@ -50,9 +50,9 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
             "CHECKPOINT EXPORT."
         )
     opened = open_checkpoint(checkpoint, scheme)
-    if exported.kind not in WRITTEN_AS[opened.kind]:
+    if exported.kind not in OUTPUT_FORMATS[opened.kind]:
         raise LNSConfigError(
-            f"{export} is not an export of {checkpoint}: {opened.kind} is never written as {exported.kind}."
+            f"{export} is not an export of {checkpoint}: {opened.kind} is never exported as {exported.kind}."
         )
     dtype = next(exported.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
@@ -60,11 +60,12 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     with torch.inference_mode():
         expected, actual = logits(reference, ids).double(), logits(exported.model, ids).double()
         allowed = TOLERANCE * float(expected.abs().max())
-        if dtype != torch.float32:  # twice the rounding error of the checkpoint in that dtype
+        if dtype != torch.float32:  # twice the error of the checkpoint itself in that dtype
             rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
             allowed = 2 * float((rounded - expected).abs().max())
     refolded = convert(opened, HF if exported.kind == MEGATRON else exported.kind, dtype)
-    weights, differences = refolded.model.state_dict(), _config_differences(refolded.config, exported.config)
+    weights = refolded.model.state_dict()
+    differences = _config_differences(refolded.config, exported.config)
     try:  # within one rounding
         torch.testing.assert_close(exported.model.state_dict(), weights, rtol=torch.finfo(dtype).eps, atol=0.0)
     except AssertionError as error:
@@ -82,8 +83,8 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     return lines, not differences and largest <= allowed
 
 
-def _config_differences(expected_config: Mapping[str, Any], actual_config: Mapping[str, Any]) -> list[str]:
-    expected, actual = _flat(expected_config), _flat(actual_config)
+def _config_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    expected, actual = _flatten(expected), _flatten(actual)
     return [
         f"config: {name} is {actual.get(name, 'missing')!r}, expected {expected.get(name, 'nothing')!r}"
         for name in sorted({*expected, *actual})
@@ -91,9 +92,9 @@ def _config_differences(expected_config: Mapping[str, Any], actual_config: Mappi
     ]
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return nested settings as ``{"rope_parameters.rope_theta": 1e4}``."""
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return nested settings under dotted names: ``{"rope_parameters.rope_theta": 1e4}``."""
     if isinstance(value, Mapping) and value:
-        dot = f"{name}." if name else ""
-        return {key: leaf for part, item in value.items() for key, leaf in _flat(item, f"{dot}{part}").items()}
+        prefix = f"{name}." if name else ""
+        return {key: leaf for part, item in value.items() for key, leaf in _flatten(item, f"{prefix}{part}").items()}
     return {name: list(value) if isinstance(value, tuple) else value}

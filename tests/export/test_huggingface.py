@@ -78,6 +78,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     assert "model-00001-of-00002" in refused(capsys, tmp_path / "lns", tmp_path / "out")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "Merge it into its model" in refused(capsys, tmp_path / "adapter", tmp_path / "out")
-    assert "is written as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
+    assert "Merge it first" in refused(capsys, tmp_path / "adapter", tmp_path / "out")
+    assert "is exported as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
     assert "no such folder" in refused(capsys, tmp_path / "no" / "such", tmp_path / "out")

@@ -126,7 +126,7 @@ def test_arguments_that_do_not_say_it_or_are_damaged(saved, tmp_path, capsys):
     assert "nothing to fold" in refused(capsys, *case("stock", set_to(layernorm_scaling=False)))
     assert export(*case("given", set_to(layernorm_scaling=False))[:1], tmp_path / "fold", "--scheme", "lns") == 0
     assert "says scheme lns" in refused(capsys, *case("two", set_to()), "--scheme", "lns:exponent=1")
-    assert "which has lns and its exponent only" in refused(capsys, *case("foreign", set_to()), "--scheme", "skipinit")
+    assert "Megatron supports only lns" in refused(capsys, *case("foreign", set_to()), "--scheme", "skipinit")
     assert "norm_scheme='sandwich'" in refused(capsys, *case("old", set_to(norm_scheme="sandwich")))
     assert "names the class" in refused(capsys, *case("hostile", set_to(odd=Hostile())))
     lacking = case("lacking", lambda common: common.update(args=argparse.Namespace()))

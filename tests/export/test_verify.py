@@ -69,7 +69,7 @@ def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
 def test_what_is_no_pair_is_refused(made, capsys):
     for one, other, reason in (
         (made / "olmo", made / "run", "still needs its factor"),
-        (made / "fp32", made / "olmo", "is never written as"),
+        (made / "fp32", made / "olmo", "is never exported as"),
         (made / "run", "nothing/relative", "no such folder"),  # no name of the hub
     ):
         assert verify(one, other) == 1
