@@ -117,7 +117,7 @@ def test_the_tokenizer_travels_and_another_models_is_refused(tmp_path, capsys):
     words = (tmp_path / "run", tmp_path / "no", "--format", "hf", "--tokenizer")
     assert "another model's" in refused(capsys, *words, large)
     assert "no tokenizer could be loaded" in refused(capsys, *words, tmp_path / "none.json")
-    assert "--tokenizer belongs to --format hf" in refused(capsys, *words[:2], "--tokenizer", own)
+    assert "--tokenizer needs --format hf" in refused(capsys, *words[:2], "--tokenizer", own)
 
 
 def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
