@@ -1,4 +1,4 @@
-"""``olmo-lns <command>``: a table of commands, each loaded only when it is called."""
+"""``olmo-lns <command>``: a table of commands. The module of a command is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from olmo_lns.errors import LNSError, did_you_mean, one_line
 
 
 class Command(NamedTuple):
-    """A command. :param run: ``module:function`` below this package. :param extra: extras that it may need.
+    """A command. :param run: ``module:function`` in this package. :param extra: extras that it needs, comma-separated.
 
-    :param help: one line.
+    :param help: one-line description.
     """
 
     run: str
@@ -42,13 +42,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
+    """Run one command. Exit codes: 0 success, 1 a check or a run failed, 2 wrong usage."""
     # torch, OLMo and transformers make half a million permanent objects. With Python's threshold of 700, a sixth of
     # their import time goes into garbage collection.
     gc.set_threshold(10_000, 10, 10)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a question mark for a character that the locale lacks
+            stream.reconfigure(errors="replace")  # prints ? for a character that the locale lacks
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["help"]
     if name in ("-h", "--help", "help"):
         print(_usage())
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(name, COMMANDS)
         print(f"olmo-lns: unknown command {name!r}{hint}. Known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # OLMo calls an OmegaConf function that OmegaConf 2.4 renamed; a user cannot act on the warning.
+    # OLMo calls a function that OmegaConf 2.4 renamed. A user cannot act on the warning.
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
         if name != "doctor":  # doctor reports unknown settings itself
@@ -69,36 +69,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except BrokenPipeError:  # `olmo-lns config list | head` closes the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lets the interpreter flush at exit
         return 141  # the shell's exit code for SIGPIPE
     except KeyboardInterrupt:
         print(f"olmo-lns {name}: interrupted", file=sys.stderr)
         return 130
     except (LNSError, ModuleNotFoundError, OSError, yaml.YAMLError) as error:
-        if (text := _in_one_line(command, error)) is None:
+        message = _user_message(command, error)
+        if message is None:
             raise
-        print(f"olmo-lns {name}: {text}", file=sys.stderr)
+        print(f"olmo-lns {name}: {message}", file=sys.stderr)
         return 1
 
 
-def _in_one_line(command: Command, error: Exception) -> str | None:
-    """Return the message for a user; None for a fault of the program, whose traceback is shown."""
+def _user_message(command: Command, error: Exception) -> str | None:
+    """Return the one-line message for a user, or None for a bug, whose traceback is shown."""
     if isinstance(error, LNSError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
-        if not (module and command.extra) or importlib.util.find_spec(module) is not None:
+        if not module or not command.extra or importlib.util.find_spec(module) is not None:
             return None
         extra = {"olmo": "olmo", "olmo_core": "olmo-core", "megatron": "megatron"}.get(module, command.extra)
         return f"needs {module}, which is not installed: pip install 'olmo-lns[{extra}]'"
     if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
-        where = "writing" if error.filename is None else error.filename
-        return f"{where}: {error.strerror}" if error.strerror else one_line(error)
+        source = "writing" if error.filename is None else error.filename
+        return f"{source}: {error.strerror}" if error.strerror else one_line(error)
     return f"not YAML: {' '.join(str(error).split())}"
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
-    more = "`olmo-lns <command> --help` lists its options."
-    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{more}\n\n{settings.describe()}"
+    hint = "`olmo-lns <command> --help` lists its options."
+    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{hint}\n\n{settings.describe()}"

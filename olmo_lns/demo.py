@@ -1,6 +1,6 @@
-"""``olmo-lns demo``: the runs of a small study at once, the variance of their blocks, a table and one figure.
+"""``olmo-lns demo``: train the runs of a small study, measure the variance of their blocks, write a table and a figure.
 
-``configs/study/demo.yaml`` describes the runs; ``demo-long.yaml`` is a longer study.
+``configs/study/demo.yaml`` describes the runs. ``demo-long.yaml`` describes a longer study.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, start
 from olmo_lns.text import write_whole
 
-TOKENS = 32_768  #: held-out tokens over which a variance is averaged
+TOKENS = 32_768  #: number of held-out tokens for a variance
 
 
 @dataclass
 class Trained:
-    """A finished run. :param before, after: output variance of each block before and after training, block 1 first."""
+    """A finished run, with the output variance of each block before and after training, block 1 first."""
 
     run: Run
     curve: Curve
-    before: list[float]
-    after: list[float]
+    variance_before: list[float]
+    variance_after: list[float]
 
     @property
     def arm(self) -> Arm:
@@ -48,32 +48,33 @@ class Trained:
 
     @property
     def growth(self) -> float:
-        """V: the variance of the last block divided by the variance of block L/4."""
-        return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
+        """V, the variance of the last block divided by the variance of block L/4."""
+        return self.variance_after[-1] / self.variance_after[max(1, len(self.variance_after) // 4) - 1]
 
 
 def curve_so_far(run: Run, out: Path) -> Curve:
-    """Read the curve of a run; an empty one before its first loss, and for a run that diverged."""
+    """Read the curve of a run; empty before its first loss, and for a run that diverged."""
     with suppress(LNSConfigError):
         return curve_of(out / run.name) or Curve()
     return Curve()
 
 
-def finished(run: Run, out: Path) -> bool:
-    """Return true if a run has its last checkpoint and its held-out loss."""
+def is_finished(run: Run, out: Path) -> bool:
+    """Return True if a run has its last checkpoint and its held-out loss."""
     steps = run.shape.steps
     return steps in curve_so_far(run, out).heldout and (out / run.name / f"step{steps}-unsharded").exists()
 
 
 def train(study: Study, out: Path, lock: int) -> None:
-    """Train the unfinished runs, all at once.
+    """Train all unfinished runs at the same time.
 
-    :param lock: file descriptor of the folder's lock, for :func:`olmo_lns.study.launch.start`.
+    :param lock: lock of the folder, for :func:`olmo_lns.study.launch.start`.
     :raises LNSError: a run failed (the other runs finish first), or the folder has a run with other settings.
     """
-    if problem := next(filter(None, (other_run(run, out / run.name) for run in study.runs)), None):
-        raise LNSConfigError(f"{problem}; use another --out")
-    unfinished = [run for run in study.runs if not finished(run, out)]
+    for run in study.runs:
+        if problem := other_run(run, out / run.name):
+            raise LNSConfigError(f"{problem}; use another --out")
+    unfinished = [run for run in study.runs if not is_finished(run, out)]
     processes = [start(study, run, out, lock)[1] for run in unfinished]
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
@@ -82,52 +83,52 @@ def train(study: Study, out: Path, lock: int) -> None:
             while any(process.poll() is None for process in processes):
                 time.sleep(0.5)
                 steps = {run.name: curve_so_far(run, out).last for run in unfinished}
-                description = ", ".join(f"{name} {step}" for name, step in steps.items())
-                bar.update(task, completed=sum(steps.values()), description=description)
+                progress = ", ".join(f"{name} {step}" for name, step in steps.items())
+                bar.update(task, completed=sum(steps.values()), description=progress)
     finally:
-        for process in processes:  # after Ctrl-C each saves a checkpoint
+        for process in processes:  # each saves a checkpoint after Ctrl-C
             process.terminate()
             process.wait()
-    for run in (run for run in unfinished if not finished(run, out)):
-        folder = out / run.name
-        last_line = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
-        raise LNSError(
-            f"run {run.name} failed: {last_line}; see {attempts(folder)[-1]}, remove {folder} to start again"
-        )
+    for run in unfinished:
+        if not is_finished(run, out):
+            reason = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
+            folder = out / run.name
+            raise LNSError(f"run {run.name} failed: {reason}; see {attempts(folder)[-1]}, remove {folder} to restart")
 
 
 def last_log(run: Run, out: Path) -> str:
+    """Return the log of a run's last attempt."""
     return attempts(out / run.name)[-1].read_text(encoding="utf-8", errors="replace")
 
 
 def variance(run: Run, step: int, out: Path) -> list[float]:
-    """Measure the output variances of a run after a step with ``olmo-lns analyze variance``."""
+    """Measure the output variances of a run after ``step`` with ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Measurement
 
     folder = out / run.name
-    result_path = folder / f"variance-step{step}.json"
+    path = folder / f"variance-step{step}.json"
     argv = ["variance", "--model", str(folder / f"step{step}-unsharded"), "--label", ARMS[run.arm].label]
-    argv += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(result_path)]
+    argv += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(path)]
     with (out / "demo.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
         analyze(argv)
-    return Measurement.read(result_path).main
+    return Measurement.read(path).main
 
 
-def report(runs: Sequence[Trained], study: Study, out: Path) -> list[str]:
-    """Return the start-up lines of LNS and the table, with what the runs show and what they do not."""
-    layers, shape = len(runs[0].after), runs[0].run.shape
+def report(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
+    """Return the lines of the report: the plugin's log lines, the table, and notes on its meaning."""
+    layers, shape = len(results[0].variance_after), results[0].run.shape
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
-    row_format = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
-    matches = [re.search(r"LayerNorm Scaling on: .*", last_log(trained.run, out)) for trained in runs]
-    lines = [match[0].rstrip() for match in matches if match] + [""]
-    lines.append(row_format.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V"))
-    for trained in runs:
-        loss, heldout = trained.curve.final(study.final_fraction)[0], trained.curve.heldout[shape.steps]
-        numbers = [f"{trained.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
-        numbers += [f"{trained.after[block - 1]:.3g}" for block in blocks]
-        lines.append(row_format.format(trained.run.arm, *numbers, f"{trained.growth:.2g}"))
+    row = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
+    first_matches = [re.search(r"LayerNorm Scaling on: .*", last_log(result.run, out)) for result in results]
+    lines = [match[0].rstrip() for match in first_matches if match] + [""]
+    lines.append(row.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V"))
+    for result in results:
+        loss, heldout = result.curve.final(study.final_fraction)[0], result.curve.heldout[shape.steps]
+        numbers = [f"{result.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
+        numbers += [f"{result.variance_after[block - 1]:.3g}" for block in blocks]
+        lines.append(row.format(result.run.arm, *numbers, f"{result.growth:.2g}"))
     return [
         *lines,
         "",
@@ -138,24 +139,26 @@ def report(runs: Sequence[Trained], study: Study, out: Path) -> list[str]:
     ]
 
 
-def draw(runs: Sequence[Trained], path: Path) -> None:
-    """Draw loss by step, and output variance by block."""
+def draw(results: Sequence[Trained], path: Path) -> None:
+    """Draw the loss over the steps, and the output variance over the blocks."""
     import pandas
 
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
 
-    shape = runs[0].run.shape
-    figure, smoothing = new_figure(4.4, 7.0), max(1, shape.steps // 12)  # legible on a phone
+    shape = results[0].run.shape
+    smoothing = max(1, shape.steps // 12)
+    figure = new_figure(4.4, 7.0)  # legible on a phone
     upper, lower = figure.subplots(2, 1)
-    for trained in runs:
-        losses = pandas.Series(trained.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
-        blocks, label = range(1, len(trained.after) + 1), f"{trained.arm.label} ({trained.run.shape.learning_rate:g})"
-        style: dict[str, Any] = {"color": trained.arm.colour, "linestyle": trained.arm.line}
+    for result in results:
+        arm, label = result.arm, f"{result.arm.label} ({result.run.shape.learning_rate:g})"
+        losses = pandas.Series(result.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
+        blocks = range(1, len(result.variance_after) + 1)
+        style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
         upper.plot(losses.index, losses, **style)
-        lower.plot(blocks, trained.after, marker=trained.arm.marker, label=label, **style)
-        lower.plot(blocks, trained.before, color=trained.arm.colour, linestyle=":", linewidth=1)
+        lower.plot(blocks, result.variance_after, marker=arm.marker, label=label, **style)
+        lower.plot(blocks, result.variance_before, color=arm.colour, linestyle=":", linewidth=1)
     upper.set(xlabel="step", title=f"training loss (nats per byte, mean of {smoothing} steps)")
-    block_axis(lower, len(runs[0].after))
+    block_axis(lower, len(results[0].variance_after))
     lower.set(title="output variance (dotted: before training)", yscale="log")
     figure.legend(loc="outside lower center", ncols=1)
     size = f"{shape.parameters / 1e6:.2f}M parameters, {shape.tokens / 1e6:.2f}M bytes of text"
@@ -170,14 +173,14 @@ def main(argv: Sequence[str]) -> int:
         description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
         "variance of every block's output. After Ctrl-C the same command resumes the runs.",
     )
-    help_text = "description of the runs: demo (the default), demo-long (16 tokens per parameter), or a file"
-    parser.add_argument("study", nargs="?", default="demo", help=help_text)
+    study_help = "description of the runs: demo (the default), demo-long (16 tokens per parameter), or a file"
+    parser.add_argument("study", nargs="?", default="demo", help=study_help)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="output folder (default %(default)s)")
     args = parser.parse_args(argv)
     settings.refuse_disabled()
     check_environment()
     one_process("the demo")
-    import matplotlib  # noqa: F401  report a missing package before the work
+    import matplotlib  # noqa: F401  raise for a missing package before training
     import olmo  # noqa: F401
 
     out, study = args.out, Study.load(args.study)
@@ -186,21 +189,21 @@ def main(argv: Sequence[str]) -> int:
     print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     os.environ.update(environment(study, out))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as on Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in the same way as on Ctrl-C
     try:
         with files.exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
             build(out / "data")
             train(study, out, lock)
-            trained_runs = [
+            results = [
                 Trained(run, curve_so_far(run, out), variance(run, 0, out), variance(run, run.shape.steps, out))
                 for run in study.runs
             ]
     except KeyboardInterrupt:
         print(f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
-    lines = report(trained_runs, study, out)
+    lines = report(results, study, out)
     write_whole(out / "report.txt", "\n".join(lines) + "\n")
-    draw(trained_runs, out / "demo.png")
+    draw(results, out / "demo.png")
     print("", *lines, "", f"figure  {out / 'demo.png'}", sep="\n")
     print("next    add --model.layer_norm_type=lns to your OLMo launch: docs/olmo.md")
     return 0

@@ -1,6 +1,6 @@
-"""``olmo-lns doctor``: report if LayerNorm Scaling can run here, then what is installed.
+"""``olmo-lns doctor``: report if LayerNorm Scaling can run here, and list the installed frameworks.
 
-No framework is imported. A model is measured when it is built, whatever its framework's version.
+No framework is imported: each model is measured when it is built, with any version of its framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
 from olmo_lns.hook import autoload_active
 
-#: Extra -> name, package, module, and how a scheme is selected.
+#: Extra -> name, package, module, and the setting that selects a scheme.
 FRAMEWORKS = {
     "olmo": ("OLMo", "ai2-olmo", "olmo", "--model.layer_norm_type=lns"),
     "olmo-core": ("OLMo-core", "ai2-olmo-core", "olmo_core", "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}"),
@@ -35,42 +35,43 @@ def installed(extra: str) -> str | None:
     _, package, module, _ = FRAMEWORKS[extra]
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the parent is absent
+    except ModuleNotFoundError:  # the parent package is absent
         return None
     if spec is None or not spec.submodule_search_locations:
         return None
-    place = Path(next(iter(spec.submodule_search_locations))).parents[module.count(".")].resolve()
+    folder = Path(next(iter(spec.submodule_search_locations))).parents[module.count(".")].resolve()
     with suppress(importlib.metadata.PackageNotFoundError):
-        found = importlib.metadata.distribution(package)
-        if Path(str(found.locate_file(""))).resolve() == place:
-            return found.version
-    return str(place)
+        distribution = importlib.metadata.distribution(package)
+        if Path(str(distribution.locate_file(""))).resolve() == folder:
+            return distribution.version
+    return str(folder)
 
 
-def lacking(extra: str) -> str:
-    """Return the missing packages of an extra, with the command that installs them; ``""`` if none is missing."""
+def missing_packages(extra: str) -> str:
+    """Return the missing packages of an extra, with the command that installs them, or ``""``."""
     checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
-    bad = []
+    missing = []
     for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):
         marker, name = requirement.marker, requirement.name
         if marker and "extra" in str(marker) and marker.evaluate({"extra": extra}) and name != checkout:
             try:
                 version = importlib.metadata.version(name)
                 if not requirement.specifier.contains(version, prereleases=True):
-                    bad.append(f"{name}{requirement.specifier} (found {version})")
+                    missing.append(f"{name}{requirement.specifier} (found {version})")
             except importlib.metadata.PackageNotFoundError:
-                bad.append(name)
+                missing.append(name)
     isolation = "--no-build-isolation " if extra == "te" else ""
-    return f"lacks {', '.join(bad)}: pip install {isolation}'olmo-lns[{extra}]'" if bad else ""
+    return f"lacks {', '.join(missing)}: pip install {isolation}'olmo-lns[{extra}]'" if missing else ""
 
 
 def examine() -> tuple[list[str], list[str]]:
-    """Return the report's lines, the answer first, and the problems that a launch would have."""
+    """Return the lines of the report, the answer first, and the problems that would break a launch."""
     ready, rows, problems = [], [], []
-    for extra, (label, *_, use) in FRAMEWORKS.items():
-        version, missing = installed(extra), lacking(extra)
-        rows.append((label, version or "-", missing or use))
-        ready += [f"{label} {version}"] if version and not missing else []
+    for extra, (label, *_, setting) in FRAMEWORKS.items():
+        version, missing = installed(extra), missing_packages(extra)
+        rows.append((label, version or "-", missing or setting))
+        if version and not missing:
+            ready.append(f"{label} {version}")
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready) or 'nothing: no framework is installed'}."]
     if settings.is_set(settings.DISABLE):
         problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch: unset it")
@@ -85,9 +86,8 @@ def examine() -> tuple[list[str], list[str]]:
         from olmo_lns.diagnostics.monitor import parse_setting
         from olmo_lns.norm import choose_backend
 
-        if setting := settings.read(settings.MONITOR):
-            parse_setting(setting)
-
+        if monitor := settings.read(settings.MONITOR):
+            parse_setting(monitor)
         backend = choose_backend()
         lines.append(f"Norms run on {backend.name} ({backend.reason}).")
     except LNSError as error:
@@ -96,8 +96,8 @@ def examine() -> tuple[list[str], list[str]]:
         problems.append(f"torch is not installed: pip install torch ({error})")
     rows.append(("olmo-lns", __version__, f"Python {platform.python_version()}"))
     lines += ["", *(f"  {label:<14} {version:<10} {text}" for label, version, text in rows)]
-    if given := [f"{name}={value}" for name in settings.VARIABLES if (value := settings.read(name))]:
-        lines.append(f"  settings: {', '.join(given)}")
+    if variables := [f"{name}={value}" for name in settings.VARIABLES if (value := settings.read(name))]:
+        lines.append(f"  settings: {', '.join(variables)}")
     return lines, problems
 
 
@@ -105,13 +105,13 @@ def main(argv: Sequence[str]) -> int:
     """Print the report. Exit code 1: a setting cannot work, or a required extra is incomplete."""
     parser = Parser(prog="olmo-lns doctor", description="Check that LayerNorm Scaling can run here.")
     extras = importlib.metadata.metadata("olmo-lns").get_all("Provides-Extra") or []
-    text = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras)}"
-    parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras, help=text)
+    require_help = f"exit with 1 if this extra is incomplete; repeatable: {', '.join(extras)}"
+    parser.add_argument("--require", action="append", default=[], metavar="EXTRA", choices=extras, help=require_help)
     args = parser.parse_args(argv)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about absent optional parts
+        warnings.simplefilter("ignore")  # torch warns about missing optional packages
         lines, problems = examine()
-    problems += [f"--require {extra}: {missing}" for extra in args.require if (missing := lacking(extra))]
+    problems += [f"--require {extra}: {missing}" for extra in args.require if (missing := missing_packages(extra))]
     for problem in problems:
         print(f"olmo-lns doctor: {problem}", file=sys.stderr)
     print("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The processes of a command, as torchrun starts them, and their process group."""
+"""Check and connect the processes of a command that torchrun starts."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ if TYPE_CHECKING:
     import torch
 
 
-def one_process(what: str) -> None:
-    """Check that the command ``what`` runs in one process.
+def one_process(command: str) -> None:
+    """Check that ``command`` runs in one process.
 
     :raises LNSConfigError: torchrun has started several processes, which would all do the same work.
     """
-    if (world := os.environ.get("WORLD_SIZE", "").strip() or "1") != "1":
-        raise LNSConfigError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    world_size = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    if world_size != "1":
+        raise LNSConfigError(f"{command} runs in one process: found WORLD_SIZE={world_size}; start it without torchrun")
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Open a process group from torchrun's environment, or of this process alone, without port or network.
+    """Open a process group from torchrun's environment, or else of this process only, without a port or network.
 
     Yields the device of this process: CUDA number ``LOCAL_RANK``, or the CPU if there is no CUDA.
     """
     import torch
     import torch.distributed as dist
 
-    # The functions of this module keep the current group as a default argument. Imported later (by torch._dynamo, OLMo
-    # or FSDP), they would keep the group below; its threads would then survive and can abort the process at exit.
+    # Functions of this module have the current group as a default argument. If torch._dynamo, OLMo or FSDP imported it
+    # later, they would keep the group below alive; its threads can abort the process at exit.
     import torch.distributed.nn
 
-    cuda = torch.cuda.is_available()
-    if cuda:
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if cuda else "gloo"
-    world = os.environ.get("WORLD_SIZE", "")
-    if world and ("RANK" in os.environ or world != "1"):  # torch's error names the missing variable
+    backend = "nccl" if has_cuda else "gloo"
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if world_size and ("RANK" in os.environ or world_size != "1"):  # torch's error names a missing variable
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield torch.device("cuda" if cuda else "cpu")
+        yield torch.device("cuda" if has_cuda else "cpu")
     finally:
         dist.destroy_process_group()

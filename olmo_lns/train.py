@@ -1,6 +1,6 @@
-"""``olmo-lns train``: OLMo's Trainer from the pip package, without an OLMo checkout.
+"""``olmo-lns train``: run OLMo's Trainer from the pip package, without an OLMo checkout.
 
-OLMo's wheel lacks the launcher. :func:`run` assembles the same parts in the same order, on a CPU too, and returns.
+OLMo's wheel lacks the launcher. :func:`run` assembles the same parts in the same order, also on a CPU.
 """
 
 from __future__ import annotations
@@ -40,39 +40,41 @@ from olmo_lns.study import files
 
 log = logging.getLogger("olmo.lns.train")
 
-#: Types in train.pt and optim.pt besides tensors; ai2-olmo 0.6.0 loads the files with torch's ``weights_only=True``.
+#: Types in train.pt and optim.pt besides tensors. ai2-olmo 0.6.0 loads these files with ``weights_only=True``.
 _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-# numpy's _reconstruct, in either module
+# numpy's _reconstruct, whose module depends on the version
 _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
 
 
 @contextmanager
-def _mended_state() -> Iterator[None]:
-    """Let ai2-olmo 0.6.0's Trainer load its own checkpoints, and save its random state without CUDA."""
-    cuda, get, put = torch.cuda.is_available(), torch.cuda.get_rng_state, torch.cuda.set_rng_state
-    with (
-        torch.serialization.safe_globals(_STATE_TYPES),
-        mock.patch.object(torch.cuda, "get_rng_state", lambda *a, **k: get(*a, **k) if cuda else None),
-        mock.patch.object(
-            torch.cuda, "set_rng_state", lambda s, *a, **k: put(s, *a, **k) if cuda and s is not None else None
-        ),
-    ):
+def _loadable_state() -> Iterator[None]:
+    """Let the Trainer of ai2-olmo 0.6.0 load its own checkpoints, and save its random state without CUDA."""
+    has_cuda, set_rng_state = torch.cuda.is_available(), torch.cuda.set_rng_state
+
+    def set_if_saved(state: Any, *args: Any, **kwargs: Any) -> None:
+        if has_cuda and state is not None:
+            set_rng_state(state, *args, **kwargs)
+
+    with torch.serialization.safe_globals(_STATE_TYPES), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", set_if_saved))
+        if not has_cuda:
+            stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", lambda *args, **kwargs: None))
         yield
 
 
 @dataclass
 class LocalTrainer(Trainer):
-    """OLMo's Trainer, which a signal stops."""
+    """OLMo's Trainer with a clean end after a signal."""
 
     stop_requested: bool = False
 
     def request_stop(self, *_: Any) -> None:
-        """Handle a signal."""
+        """Handle a signal: end after this step, or immediately at the second signal."""
         if self.stop_requested:
             raise KeyboardInterrupt
         self.stop_requested = True
         if get_global_rank() == 0:
-            print("\nsaving a checkpoint after this step, then ending; a second signal ends at once", flush=True)
+            print("\nending after this step with a checkpoint; a second signal ends immediately", flush=True)
 
     def check_if_cancelled(self) -> tuple[bool, int]:
         """End the run on every rank after a signal at rank 0: after this step, with a checkpoint."""
@@ -82,10 +84,10 @@ class LocalTrainer(Trainer):
 
 
 def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
-    """Wrap the model by ``cfg.distributed_strategy`` and draw its parameters."""
+    """Wrap the model as ``cfg.distributed_strategy`` says, and initialize its parameters."""
 
     def allocate(module: torch.nn.Module) -> None:
-        module.to_empty(device=get_default_device())  # storage only; reset_parameters below sets the values
+        module.to_empty(device=get_default_device())  # allocates only; reset_parameters below sets the values
 
     if str(cfg.distributed_strategy) == "ddp":
         cfg.ddp = cfg.ddp or DDPConfig()
@@ -106,7 +108,7 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
 
 
 def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
-    """Return the checkpoint type: DDP saves unsharded, at the sharded interval if only that is set."""
+    """Return the checkpoint type. DDP saves unsharded checkpoints, by default at the interval of sharded ones."""
     if str(cfg.distributed_strategy) == "fsdp":
         return CheckpointType.sharded if cfg.save_num_checkpoints_to_keep != 0 else CheckpointType.unsharded
     cfg.save_interval_unsharded = cfg.save_interval_unsharded or cfg.save_interval
@@ -116,16 +118,16 @@ def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
 
 
 def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
-    """Train ``cfg`` with OLMo's Trainer; the process group must be up.
+    """Train ``cfg`` with OLMo's Trainer in the current process group.
 
-    :func:`prepare` must have prepared ``cfg``, which is completed in place as in OLMo's launcher, except that
-    ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves a checkpoint after this step;
-    several ranks do so at the next ``canceled_check_interval``.
+    Call :func:`prepare` first. ``cfg`` is completed in place as by OLMo's launcher, except that ``stop_at`` defaults to
+    ``max_duration`` instead of ten steps more. After SIGINT or SIGTERM the run ends with a checkpoint: one rank after
+    the current step, several ranks at the next ``canceled_check_interval``.
 
-    :returns: the total number of optimizer steps, and False if a signal or a time limit ended the run.
+    :returns: total number of optimizer steps, and False if a signal or a time limit ended the run.
     """
     with ExitStack() as stack:
-        stack.enter_context(_mended_state())
+        stack.enter_context(_loadable_state())
         if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
             folder = Path(cfg.save_folder) / "wandb"
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
         seed_all(cfg.seed)
         resumable = cfg.update_with(save_overwrite=cfg.save_overwrite or cfg.try_load_latest_save)
         loader = build_train_dataloader(resumable)
-        # Built only on request: evaluators build the tokenizer, which may be on the hub.
+        # Build evaluators only on request: they load the tokenizer, which may be on the hub.
         evaluators = build_evaluators(cfg, device) if cfg.evaluators else []
         model = OLMo(cfg.model)
         log.info("%s parameters (%s without embeddings)", model.num_params(), model.num_params(False))
@@ -157,7 +159,6 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
                 evaluators=evaluators,
             )
         )
-        # The first signal asks for a checkpoint and a clean end; the second acts at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, trainer.request_stop))
         return _train(trainer, cfg)
@@ -169,10 +170,10 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
         folders = [folder for folder in (cfg.save_folder, cfg.remote_save_folder) if folder is not None]
         if (latest := next(filter(None, map(find_latest_checkpoint, folders)), None)) is not None:
             cfg.load_path = str(latest)
-            # Another type would overwrite this run's checkpoints with another run's.
+            # Resume fully: a reset state would overwrite the checkpoints of this run with those of another.
             cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
     if not cfg.dry_run and not cfg.no_pre_train_checkpoint and cfg.load_path is None:
-        # Saved and read back first: a full disk or an unreadable state fails now, not in an hour.
+        # Save and load a checkpoint first: a full disk or an unreadable state fails now, not in an hour.
         path, cache = trainer.save_checkpoint(checkpoint_type=checkpoint_type)
         trainer.restore_checkpoint(path, checkpoint_type=checkpoint_type, local_cache=cache)
     if cfg.load_path is not None:
@@ -193,7 +194,7 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
     if cfg.dry_run or trainer.global_step >= last:
         return trainer.global_step, not cfg.dry_run
     if get_world_size() == 1:
-        cfg.canceled_check_interval = 1  # free with one rank; Ctrl-C acts at once
+        cfg.canceled_check_interval = 1  # costs nothing with one rank; Ctrl-C acts after the step
     trainer.fit()
     return trainer.global_step, trainer.global_step >= last
 
@@ -206,25 +207,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     settings.refuse_disabled()
     register()
-    found = files.locate(str(path), "olmo")
+    file = files.locate(str(path), "olmo")
     try:
-        return TrainConfig.load(found, [clean_opt(text) for text in overrides])
-    except (OLMoConfigurationError, AttributeError, TypeError) as error:  # some keys are read before they are checked
+        return TrainConfig.load(file, [clean_opt(override) for override in overrides])
+    except (OLMoConfigurationError, AttributeError, TypeError) as error:  # OLMo reads some keys before it checks them
         raise LNSConfigError(f"{path}: OLMo cannot load it: {one_line(error)}") from error
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:
-    """Fill in the values of OLMo's launcher, and those for a CPU. The process group must be up; no file is touched.
+    """Fill in the values that OLMo's launcher sets, and those for a CPU. Needs the process group; writes no file.
 
-    :raises LNSConfigError: a value that cannot work here, with the expected one.
+    :raises LNSConfigError: a value cannot work; the message names the expected one.
     """
     ranks, strategy = get_world_size(), str(cfg.distributed_strategy)
     if cfg.run_name is None:
         raise LNSConfigError("run_name is not set: give --run_name=NAME")
-    free = cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save
-    if not free and any((Path(cfg.save_folder) / name).exists() for name in ("config.yaml", "train_data")):
+    may_exist = cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save
+    if not may_exist and any((Path(cfg.save_folder) / name).exists() for name in ("config.yaml", "train_data")):
         raise LNSConfigError(
-            f"save_folder {cfg.save_folder} holds a run already: --try_load_latest_save continues it, "
+            f"save_folder {cfg.save_folder} already has a run: --try_load_latest_save continues it, "
             "--save_overwrite replaces it, --save_folder=... chooses another folder"
         )
     for path in cfg.data.paths or []:
@@ -237,7 +238,7 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
     cfg.model.precision = cfg.precision
     cfg.device_train_batch_size = batch // ranks
     cfg.device_train_grad_accum = cfg.device_train_batch_size // cfg.device_train_microbatch_size
-    if (no_decay := cfg.optimizer.no_decay_norm_and_bias) is not None:  # the deprecated name of the two below
+    if (no_decay := cfg.optimizer.no_decay_norm_and_bias) is not None:  # deprecated name of the next two
         cfg.optimizer.decay_norm_and_bias = cfg.optimizer.decay_embeddings = not no_decay
         cfg.optimizer.no_decay_norm_and_bias = None
     if device.type == "cpu" and (strategy == "ddp" or cfg.model.init_device != "meta"):
@@ -245,7 +246,7 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
 
 
 def _save_config(cfg: TrainConfig) -> None:
-    barrier()  # every rank has checked the folder before the first rank writes
+    barrier()  # all ranks check the folder before the first rank writes
     if get_global_rank() == 0 and not cfg.dry_run:
         path = Path(cfg.save_folder) / "config.yaml"
         if not (cfg.try_load_latest_save and path.is_file()):
@@ -263,11 +264,11 @@ def main(argv: Sequence[str]) -> int:
         "-m olmo_lns train. Ctrl-C saves a checkpoint; --try_load_latest_save continues from it.",
     )
     parser.add_argument("config", help="OLMo training config (YAML), or the name of a pack file: 60M-lns")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as OLMo's own launcher")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as for OLMo's launcher")
     args = parser.parse_args(argv)
     cfg = load_config(args.config, args.overrides)
     if cfg.data.num_workers > 0:
-        mp.set_start_method("spawn", force=True)  # as in OLMo's launcher: forking beside threads can hang
+        mp.set_start_method("spawn", force=True)  # as OLMo's launcher does: forking with threads can hang
     with process_group() as device:
         prepare_cli_environment()
         add_cached_path_clients()

@@ -64,7 +64,7 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
         ("--data.paths=[/nowhere/a.npy]", "/nowhere/a.npy"),
         ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "LNS_TEST_DATA"),
         ("--run_name=null", "run_name is not set"),
-        ("", "holds a run already: --try_load_latest_save continues it"),
+        ("", "already has a run: --try_load_latest_save continues it"),
         ("megatron/60M-lns", "OLMo cannot load it"),
     ],
 )

@@ -149,7 +149,7 @@ def _collate(sequences: list[np.ndarray], vocabulary: int, source: str) -> dict[
     if low < 0 or high >= vocabulary:
         raise LNSError(
             f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
-            "the data has another vocabulary or another --token-dtype"
+            "the data was tokenised with another vocabulary or has another --token-dtype"
         )
     ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences]
     mask = [torch.ones_like(sequence) for sequence in ids]
