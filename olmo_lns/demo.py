@@ -23,7 +23,7 @@ from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import one_process
 from olmo_lns.study import files
-from olmo_lns.study.arms import ARMS, Arm, check_environment
+from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.collect import Curve, attempts, curve_of, other_run
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
@@ -41,15 +41,6 @@ class Trained:
     curve: Curve
     variance_before: list[float]
     variance_after: list[float]
-
-    @property
-    def arm(self) -> Arm:
-        return ARMS[self.run.arm]
-
-    @property
-    def growth(self) -> float:
-        """V, the variance of the last block divided by the variance of block L/4."""
-        return self.variance_after[-1] / self.variance_after[max(1, len(self.variance_after) // 4) - 1]
 
 
 def curve_so_far(run: Run, out: Path) -> Curve:
@@ -127,8 +118,9 @@ def report(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
     for result in results:
         loss, heldout = result.curve.final(study.final_fraction)[0], result.curve.heldout[shape.steps]
         numbers = [f"{result.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
-        numbers += [f"{result.variance_after[block - 1]:.3g}" for block in blocks]
-        lines.append(row.format(result.run.arm, *numbers, f"{result.growth:.2g}"))
+        variances = result.variance_after
+        numbers += [f"{variances[block - 1]:.3g}" for block in blocks]
+        lines.append(row.format(result.run.arm, *numbers, f"{variances[-1] / variances[quarter - 1]:.2g}"))
     return [
         *lines,
         "",
@@ -150,7 +142,8 @@ def draw(results: Sequence[Trained], path: Path) -> None:
     figure = new_figure(4.4, 7.0)  # legible on a phone
     upper, lower = figure.subplots(2, 1)
     for result in results:
-        arm, label = result.arm, f"{result.arm.label} ({result.run.shape.learning_rate:g})"
+        arm = ARMS[result.run.arm]
+        label = f"{arm.label} ({result.run.shape.learning_rate:g})"
         losses = pandas.Series(result.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
         blocks = range(1, len(result.variance_after) + 1)
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}

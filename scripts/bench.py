@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Time a norm and a training step of OLMo: LayerNorm Scaling against stock, in turn, with intervals.
+"""Time a norm and a training step of OLMo under LayerNorm Scaling and stock, with confidence intervals.
 
     python scripts/bench.py --json docs/bench/cpu.json                    norms, then the step of a small model
     python scripts/bench.py step --device cuda --sizes 60M 1B --compile   on a GPU, blocks compiled one by one
 
-In each round every arm runs once, in random order, and a ratio is taken within the round. Printed are the median of the
-ratios and its 95 % interval by order statistics. The arm "stock, again" shows what is noise. A norm is ten forward and
-backward passes of OLMo's class; a step is forward, cross-entropy, backward, clipping and AdamW on random tokens. On
-CUDA under bf16 autocast, on CPU in fp32.
+Each round runs every arm once, in random order; ratios are taken within a round. The report has the median of the
+ratios and its 95 % interval by order statistics. The arm "stock, again" shows the noise. A norm case is ten forward and
+backward passes of OLMo's class. A step case is forward, cross-entropy, backward, clipping and AdamW on random tokens.
+CUDA uses bf16 autocast; the CPU uses fp32.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-#: layers, width, heads, SwiGLU inner width, vocabulary, sequence length, sequences in a step
+#: Layers, width, heads, SwiGLU inner width, vocabulary, sequence length, sequences per step.
 SIZES = {
     "small": (8, 128, 4, 512, 512, 256, 2),
     "60M": (8, 512, 8, 2048, 50_304, 4096, 8),
     "150M": (12, 768, 12, 3072, 50_304, 4096, 8),
     "1B": (16, 2048, 16, 8192, 50_304, 2048, 4),
 }
-#: Tokens and width of a norm's input.
+#: Number of tokens and width of a norm's input.
 SHAPES = {"cpu": ((512, 256), (2048, 2048)), "cuda": ((8192, 1024), (8192, 4096))}
-#: Norms of one measurement.
-NORMS = 10
+#: Number of forward and backward passes in one measurement of a norm.
+PASSES = 10
 Work = Callable[[], object]
 
 
 def config(kind: str, size: str, device: torch.device, **changes: Any) -> Any:
-    """OLMo's ``ModelConfig``."""
+    """Return an OLMo ``ModelConfig``."""
     from olmo.config import ModelConfig
 
     layers, width, heads, inner, vocabulary, length, _ = SIZES[size]
@@ -62,18 +62,18 @@ def autocast(device: torch.device) -> Any:
 
 
 def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
-    """Forward and backward passes of the norm in front of block 7's attention, stock or scaled."""
+    """Return a function that runs the attention norm of block 7 forward and backward, stock or scaled."""
     from olmo.model import OLMo
 
-    made = config(kind, "small", device, d_model=shape[1], mlp_hidden_size=8)
-    module = OLMo(made).transformer.blocks[6].attn_norm
+    model_config = config(kind, "small", device, d_model=shape[1], mlp_hidden_size=8)
+    module = OLMo(model_config).transformer.blocks[6].attn_norm
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     with autocast(device):
         dy = torch.randn_like(module(x))
 
     def work() -> None:
-        for _ in range(NORMS):
+        for _ in range(PASSES):
             x.grad = None
             with autocast(device):
                 y = module(x)
@@ -83,7 +83,7 @@ def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
 
 
 def step(kind: str, size: str, device: torch.device, compiled: bool) -> Work:
-    """One optimizer step of a model."""
+    """Return a function that runs one optimizer step of a model."""
     from olmo.model import OLMo
 
     *_, vocabulary, length, sequences = SIZES[size]
@@ -108,7 +108,7 @@ def step(kind: str, size: str, device: torch.device, compiled: bool) -> Work:
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """On CUDA by the wall, on CPU the time of this process, which other processes disturb less."""
+    """Time ``work``: wall time on CUDA; on a CPU the time of this process, which other processes disturb less."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     start = clock()
     work()
@@ -118,38 +118,40 @@ def seconds_of(work: Work, device: torch.device) -> float:
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the widest order statistics that hold it with 95 % or more: the 6th of 21 from either end.
+    """Return the median and its 95 % interval by order statistics: the 6th of 21 values from either end.
 
     >>> median_and_interval(range(21))
     (10, 5, 15)
     """
-    count, outside, rank = len(values), 0.0, 0
-    while (outside := outside + math.comb(count, rank) / 2**count) <= 0.025:
+    count, rank = len(values), 0
+    tail = 0.5**count  # probability that the interval from rank 1 misses the median on one side
+    while tail <= 0.025:
         rank += 1
+        tail += math.comb(count, rank) / 2**count
     ordered = sorted(values)
     return statistics.median(ordered), ordered[rank - 1], ordered[count - rank]
 
 
 def compare(works: dict[str, Work], device: torch.device, rounds: int, warmup: int) -> dict[str, Any]:
-    """Milliseconds of each work, and its ratio to the first, which is stock."""
+    """Return the milliseconds of each arm and its ratio to the first arm, which is stock."""
     order, seconds = random.Random(0), {name: [] for name in works}
     for number in range(warmup + rounds):
         for name in order.sample(list(works), len(works)):
-            took = seconds_of(works[name], device)
+            elapsed = seconds_of(works[name], device)
             if number >= warmup:
-                seconds[name].append(took)
+                seconds[name].append(elapsed)
     stock = next(iter(seconds.values()))
     return {
         name: {
             "milliseconds": 1e3 * statistics.median(values),
-            "ratio": median_and_interval([own / other for own, other in zip(values, stock, strict=True)]),
+            "ratio": median_and_interval([arm / base for arm, base in zip(values, stock, strict=True)]),
         }
         for name, values in seconds.items()
     }
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Command, commit, versions and machine, to judge the numbers by."""
+    """Return the command, commit, versions and machine of the measurement."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
@@ -164,13 +166,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("norm", "step", "both"), default="both")
+    parser.add_argument("cases", nargs="?", choices=("norm", "step", "both"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: small on CPU, 60M 150M 1B on CUDA")
     parser.add_argument("--compile", action="store_true", help="compile the blocks of the step")
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--json", type=Path, help="file for the report")
     options = parser.parse_args(argv)
     if options.rounds < 6:
         parser.error("--rounds: expected at least 6: with fewer no interval of 95 % exists")
@@ -179,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False here")
     arms = {"stock": "", "stock, again": "", "lns": "lns_"}
     cases: list[tuple[str, Callable[[str], Work]]] = []
-    for base, shape in itertools.product(("rms", "default"), SHAPES[device.type] if options.what != "step" else ()):
+    for base, shape in itertools.product(("rms", "default"), SHAPES[device.type] if options.cases != "step" else ()):
         name = f"norm {base}, {shape[0]} x {shape[1]}"
         cases.append((name, lambda prefix, b=base, s=shape: norm(prefix + b, s, device)))
     sizes = options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"])
-    for size in sizes if options.what != "norm" else ():
+    for size in sizes if options.cases != "norm" else ():
         name = f"step {size}{', compiled' if options.compile else ''}"
         cases.append((name, lambda prefix, s=size: step(f"{prefix}rms", s, device, options.compile)))
     report = {"environment": environment(device), "rounds": options.rounds, "cases": {}}
@@ -192,9 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch._dynamo.reset()
         results = compare({arm: make(prefix) for arm, prefix in arms.items()}, device, options.rounds, options.warmup)
         report["cases"][case] = results
-        for arm, found in results.items():
-            ratio, low, high = found["ratio"]
-            print(f"| {case} | {arm} | {found['milliseconds']:.3g} | {ratio:.3f} ({low:.3f}-{high:.3f}) |", flush=True)
+        for arm, result in results.items():
+            ratio, low, high = result["ratio"]
+            print(f"| {case} | {arm} | {result['milliseconds']:.3g} | {ratio:.3f} ({low:.3f}-{high:.3f}) |", flush=True)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -1,12 +1,12 @@
-"""Golden figures: today's numbers, so that a change of structure can be shown to change none of them.
+"""Write golden figures of tiny models, or compare with them: a refactoring must not change any figure.
 
     python scripts/golden.py write tests/golden/golden.npz
     python scripts/golden.py compare tests/golden/golden.npz     within the tolerance
 
-Drawn weights, logits, gradients, losses of a few steps and exported tensors of tiny models of OLMo and Megatron Core,
-with and without LayerNorm Scaling. Our package is reached as a user reaches it, by its entry points, upstream's own
-classes and configs and the command line, so that this script runs unchanged before and after a change of our modules.
-The committed copy was made at e67c8bb; a change that is meant to change numbers writes it again.
+The figures describe initial weights, logits, gradients, losses of a few steps and exported tensors of tiny models of
+OLMo and Megatron Core, with and without LayerNorm Scaling. The script uses only the package's entry points and command
+line and upstream's classes and configs, so that it runs unchanged before and after a change of the package's modules.
+The committed file was written at e67c8bb; an intended change of numbers writes it again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))  #
 import numpy as np
 import torch
 
-#: Allowed difference of a statistic, relative to the sum of the tensor's absolute values: twenty times what torch's
-#: scalar kernels with MKL's SSE4.2 ones change (2.5e-6; ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2).
-#: The factor of one block off by a thousandth changes up to 3e-3, and is seen in 3,583 figures.
+#: Allowed difference of a statistic, relative to the sum of the tensor's absolute values: twenty times the difference
+#: between vector and scalar kernels (2.5e-6; ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2). An error of a
+#: thousandth in the factor of one block changes figures by up to 3e-3 and exceeds the tolerance in 3,583 of them.
 TOLERANCE = 5e-5
 PACKAGES = ("ai2-olmo", "megatron-core", "numpy", "torch")
 STEPS, BATCH, LENGTH, VOCABULARY, LAYERS, WIDTH = 5, 2, 8, 32, 4, 16
@@ -39,7 +39,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def pseudo_random(size: int) -> np.ndarray:
-    """``size`` fixed numbers in [-1, 1): splitmix64, in integers, so equal under every version of numpy."""
+    """Return ``size`` fixed numbers in [-1, 1) by splitmix64 in integers, the same with every version of numpy."""
     z = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -47,16 +47,16 @@ def pseudo_random(size: int) -> np.ndarray:
 
 
 def measure() -> dict[str, Figure]:
-    """Every figure, by name; the name ends with the shape."""
+    """Return every figure by its name, which ends with the shape."""
     torch.set_num_threads(1)
-    found: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {}
     for name, tensor in itertools.chain(olmo_figures(), export_figures(), megatron_figures()):
         key = f"{name} {'x'.join(map(str, tensor.shape))}"
-        if key in found:
+        if key in figures:
             raise SystemExit(f"two figures are named {key!r}")
         flat = np.ascontiguousarray(tensor.detach().numpy()).astype(np.float64).ravel()
-        found[key] = (float(flat.sum()), float(np.abs(flat).sum()), float(flat @ pseudo_random(flat.size)))
-    return found
+        figures[key] = (float(flat.sum()), float(np.abs(flat).sum()), float(flat @ pseudo_random(flat.size)))
+    return figures
 
 
 def versions() -> dict[str, str]:
@@ -70,7 +70,7 @@ def write(path: Path, figures: dict[str, Figure]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Figure]]:
-    """Versions and figures of a file that :func:`write` made."""
+    """Return the versions and figures in a file that :func:`write` wrote."""
     with np.load(path) as file:
         names = file["names"].tobytes().decode().split("\n")
         rows = file["statistics"].astype(np.float64)
@@ -78,7 +78,7 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Figure]]:
 
 
 def relative_error(old: Figure, new: Figure) -> float:
-    """Largest difference of the statistics, relative to the larger sum of absolute values."""
+    """Return the largest difference of the statistics, relative to the larger sum of absolute values."""
     size = max(old[1], new[1])
     return max(abs(a - b) for a, b in zip(old, new, strict=True)) / size if size else 0.0
 
@@ -94,30 +94,28 @@ def main() -> int:
         write(args.file, figures := measure())
         print(f"wrote {args.file}: {len(figures)} figures, {args.file.stat().st_size / 1e3:.0f} kB")
         return 0
-    made_with, expected = read(args.file)
-    print(f"made with {made_with}, here are {versions()}")
-    found = measure()
-    errors = {name: relative_error(expected[name], found[name]) for name in expected.keys() & found.keys()}
-    lines = [f"missing: {name}" for name in expected if name not in found]
-    lines += [f"new: {name}" for name in found if name not in expected]
+    saved_versions, expected = read(args.file)
+    print(f"written with {saved_versions}, compared with {versions()}")
+    actual = measure()
+    errors = {name: relative_error(expected[name], actual[name]) for name in expected.keys() & actual.keys()}
+    lines = [f"missing: {name}" for name in expected if name not in actual]
+    lines += [f"new: {name}" for name in actual if name not in expected]
     for name, error in errors.items():
         if not error <= TOLERANCE:
-            lines.append(f"{name}: off by {error:.1e}; the statistics were {expected[name]}, are {found[name]}")
-    for line in [*sorted(lines)[:20], *([f"… and {len(lines) - 20} more"] if len(lines) > 20 else [])]:
-        print(line)
-    count, worst = f"{len(lines)} of {len(expected)}", max(errors.values())
-    print(f"{count} figures differ (within {TOLERANCE:g}); largest relative difference {worst:.1e}")
+            lines.append(f"{name}: off by {error:.1e}; expected the statistics {expected[name]}, found {actual[name]}")
+    print(*sorted(lines)[:20], sep="\n")
+    print(f"{len(lines)} of {len(expected)} figures differ (over {TOLERANCE:g}); largest: {max(errors.values()):.1e}")
     return bool(lines)
 
 
 def load_plugin(group: str) -> None:
-    """Call the entry point ``lns`` of ``group``, as upstream's autoload does."""
+    """Call the entry point ``lns`` of ``group``, as upstream's plugin loader does."""
     (entry,) = (e for e in importlib.metadata.entry_points(group=group) if e.name == "lns")
     entry.load()()
 
 
 def training(model: Any, loss_of: Callable[[int], torch.Tensor], optimizer: Any) -> Named:
-    """Gradients of the first batch, and the losses of a few steps on others."""
+    """Yield the gradients of the first batch, and the losses of a few steps."""
     losses = []
     for step in range(STEPS + 1):
         optimizer.zero_grad()
@@ -130,8 +128,8 @@ def training(model: Any, loss_of: Callable[[int], torch.Tensor], optimizer: Any)
     yield "losses", torch.stack([loss.detach() for loss in losses])
 
 
-def off_their_start(model: Any) -> None:
-    """Move gains off 1 and biases off 0, where a wrong place of the factor would not be seen."""
+def perturb(model: Any) -> None:
+    """Move norm weights off 1 and biases off 0, which would hide a misplaced factor."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +151,7 @@ PARAMETERS: dict[str, dict[str, bool]] = {
 
 
 def olmo_config(**changes: Any) -> Any:
-    """A tiny ModelConfig."""
+    """Return a tiny ModelConfig."""
     from olmo.config import ModelConfig
 
     values: dict[str, Any] = dict(d_model=WIDTH, n_heads=2, n_layers=LAYERS, mlp_hidden_size=2 * WIDTH)
@@ -183,7 +181,7 @@ def olmo_case(changes: dict[str, Any]) -> Named:
     model = OLMo(olmo_config(**changes))
     for name, parameter in model.named_parameters():
         yield f"drawn {name}", parameter.detach().clone()
-    off_their_start(model)
+    perturb(model)
     with torch.no_grad():
         yield "logits", model(tokens(0)).logits
 
@@ -209,21 +207,22 @@ EXPORTS = {"lns_rms": dict(layer_norm_type="lns_rms"), "lns_default, llama block
 
 
 def export_figures() -> Named:
-    """Checkpoints as OLMo saves them, exported by the command line."""
+    """Yield the tensors that the command line exports from checkpoints of OLMo."""
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, changes) in enumerate(EXPORTS.items()):
             checkpoint = Path(folder) / f"{number}-unsharded"
             save_olmo(checkpoint, changes)
-            for form in ("olmo", "hf") if name == "lns_rms" else ("olmo",):  # no Llama has a LayerNorm with a gain
-                out = Path(folder) / f"{number}-{form}"
-                options = ["--format", form, *(["--tokenizer", "none"] if form == "hf" else [])]
+            # Llama has no LayerNorm with a weight.
+            for output_format in ("olmo", "hf") if name == "lns_rms" else ("olmo",):
+                out = Path(folder) / f"{number}-{output_format}"
+                options = ["--format", output_format, *(["--tokenizer", "none"] if output_format == "hf" else [])]
                 run_cli("export", str(checkpoint), str(out), *options)
-                for key, tensor in exported(out).items():
-                    yield f"export/{name}/{form}: {key}", tensor
+                for key, tensor in exported_weights(out).items():
+                    yield f"export/{name}/{output_format}: {key}", tensor
 
 
 def save_olmo(folder: Path, changes: dict[str, Any]) -> None:
-    """A checkpoint of fixed weights by OLMo's own FullCheckpointer, which wants DDP and a process group."""
+    """Save a checkpoint of fixed weights with OLMo's FullCheckpointer, which needs DDP and a process group."""
     import torch.distributed as dist
     from olmo.checkpoint import FullCheckpointer
     from olmo.config import OptimizerConfig, TrainConfig
@@ -246,13 +245,11 @@ def save_olmo(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def run_cli(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "olmo_lns", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"olmo_lns {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    subprocess.run([sys.executable, "-m", "olmo_lns", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of an export: ``model.pt`` (OLMo), or the safetensors files (transformers)."""
+def exported_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Load the weights of an export: ``model.pt`` (OLMo), or the safetensors files (transformers)."""
     from safetensors.torch import load_file
 
     if (folder / "model.pt").exists():
@@ -266,7 +263,7 @@ MEGATRON_ARMS = {"lns": {"layernorm_scaling": True}, "no flag": {}, "no_scaled_i
 def megatron_figures() -> Named:
     load_plugin("megatron.plugins")
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from support.megatron_cpu import single_process  # answers for CUDA where there is none
+    from support.megatron_cpu import single_process  # replaces the CUDA functions that Megatron calls
 
     with single_process():
         for arm, norm, bias in itertools.product(MEGATRON_ARMS, ("RMSNorm", "LayerNorm"), (False, True)):
@@ -274,11 +271,11 @@ def megatron_figures() -> Named:
                 yield f"megatron/{arm}/{norm}/{'biases' if bias else 'no biases'}: {name}", tensor
 
 
-def megatron_case(marks: dict[str, bool], **changes: Any) -> Named:
-    model = megatron_model(marks, **changes)
+def megatron_case(flags: dict[str, bool], **changes: Any) -> Named:
+    model = megatron_model(flags, **changes)
     for name, parameter in model.named_parameters():
         yield f"drawn {name}", parameter.detach().clone()
-    off_their_start(model)
+    perturb(model)
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
     with torch.no_grad():
@@ -292,22 +289,23 @@ def megatron_case(marks: dict[str, bool], **changes: Any) -> Named:
     yield from training(model, loss_of, optimizer)
 
 
-def megatron_model(marks: dict[str, bool], **changes: Any) -> Any:
-    """A tiny GPTModel of the local spec; ``marks`` are set on its config as the flags of the same name do."""
+def megatron_model(flags: dict[str, bool], **changes: Any) -> Any:
+    """Return a tiny GPTModel of the local spec. :param flags: attributes that flags of Megatron set on its config."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sizes = dict(num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=2, ffn_hidden_size=2 * WIDTH)
-    how = dict(use_cpu_initialization=True, init_method_std=0.1, pipeline_dtype=torch.float32)
-    how |= dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
-    config = TransformerConfig(**sizes, **how, **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0), **changes)
-    for name, value in marks.items():
+    options = dict(use_cpu_initialization=True, init_method_std=0.1, pipeline_dtype=torch.float32)
+    options |= dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    options |= dict(attention_dropout=0.0, hidden_dropout=0.0)
+    config = TransformerConfig(**sizes, **options, **changes)
+    for name, value in flags.items():
         setattr(config, name, value)
     torch.manual_seed(3)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    how = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
-    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, **how)
+    options = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, **options)
 
 
 if __name__ == "__main__":

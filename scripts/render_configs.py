@@ -2,9 +2,9 @@
 """Render configs/olmo, configs/olmo_core and configs/megatron from a table of sizes and olmo_lns.study.arms.
 
 python scripts/render_configs.py          writes the files
-python scripts/render_configs.py --check  exits 1 when a committed file is not what renders
+python scripts/render_configs.py --check  exits with 1 if a committed file differs from the rendered one
 
-Edit the tables, never the rendered files. No framework is needed.
+Edit the tables, never the rendered files. No framework needs to be installed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-BUDGET = 20_000_000_000  # tokens a run: the paper's
+BUDGET = 20_000_000_000  # tokens per run, as in the paper
 
 
 @dataclass(frozen=True)
 class Size:
-    """:param micro_batch: sequences a GPU takes at once; changes speed and memory, not the result.
+    """A size of the pack. :param micro_batch: sequences per GPU and pass, which do not change the result.
 
-    :param origin: OLMo's own file of the size. :param tensor: Megatron's tensor-model-parallel size.
+    :param origin: OLMo's config of the size. :param tensor: Megatron's tensor-model-parallel size.
     """
 
     name: str
@@ -75,7 +75,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Llama:
-    """A LLaMA of the papers' C4 runs. :param why: sources of the values that they do not agree on."""
+    """A LLaMA of the papers' C4 runs. ``why_*`` names the source of a value on which the papers differ."""
 
     name: str
     layers: int
@@ -136,9 +136,9 @@ LLAMAS = (
     ),
 )  # fmt: skip
 
-#: Arms of the pack. Any other runs from these files too, with its keys on the command line or in a study description.
+#: Arms of the pack. Other arms use the same files with their keys on the command line or in a study description.
 PACK = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
-INIT_WORDS = {
+INIT_TEXT = {
     "plain": "every matrix at std 0.02",
     "scaled": "residual output projections at std 0.02/sqrt(2 L)",
     "upstream": "the framework's own initialization",
@@ -163,20 +163,20 @@ def rate(value: float) -> str:
 
 
 def about(arm: Arm) -> str:
-    """Scheme, initialization, and what a comparison with the baseline says."""
-    init = f"OLMo's init_fn {arm.init_fn}" if arm.init_fn else INIT_WORDS[arm.initialization]
+    """Describe an arm: scheme, initialization, and the effect that a comparison with the baseline isolates."""
+    init = f"OLMo's init_fn {arm.init_fn}" if arm.init_fn else INIT_TEXT[arm.initialization]
     purpose = f"isolates {arm.isolates}" if arm.isolates else "changes more than one thing"
     return f"{arm.scheme.definition.label}, {init}; {'the baseline' if arm.name == BASELINE else purpose}"
 
 
 def render() -> dict[Path, str]:
-    """Every file of the pack: path → text."""
-    known = {"corpus": DOLMA, "rate": rate, "about": about, "init_note": INIT_NOTE, "flag_note": FLAG_NOTE}
+    """Return the text of every file of the pack by its path."""
+    context = {"corpus": DOLMA, "rate": rate, "about": about, "init_note": INIT_NOTE, "flag_note": FLAG_NOTE}
     loader = jinja2.FileSystemLoader(TEMPLATES)
     jinja = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 
     def fill(template: str, **values: Any) -> str:
-        return jinja.get_template(f"{template}.yaml.in").render(known | values)
+        return jinja.get_template(f"{template}.yaml.in").render(context | values)
 
     files = {ROOT / "olmo" / "llama-c4" / f"{size.name}.yaml": fill("olmo-llama-c4", size=size) for size in LLAMAS}
     for size, arm in product(SIZES, map(arm_named, PACK)):
@@ -198,7 +198,7 @@ def main() -> int:
     stale = sorted(committed - set(files)) + [p for p in files if not p.is_file() or p.read_text() != files[p]]
     if args.check:
         for path in stale:
-            print(f"not what renders: {path.relative_to(ROOT.parent)}", file=sys.stderr)
+            print(f"differs from the rendered text: {path.relative_to(ROOT.parent)}", file=sys.stderr)
         return int(bool(stale))
     for path in committed - set(files):
         path.unlink()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""OLMo's own test suite three times: stock, with olmo-lns registered, and with LNS as the default norm.
+"""Run OLMo's test suite three times: stock, with olmo-lns registered, and with LNS as the default norm.
 
     OLMO_SRC=path/to/OLMo python scripts/upstream_olmo_tests.py [--out DIR] [-- pytest arguments]
 
-Exit code 1 if a test has another outcome than in stock OLMo and EXPECTED does not list it. The checkout is copied; one
-of its tokenizers stands in for those of the hub. DIR (default build/upstream-olmo/<checkout>) gets JUnit files and
-logs. This file is also the pytest plugin of the three runs.
+Exit code 1 if the outcome of a test differs from stock OLMo and EXPECTED does not list the difference. Each run uses a
+copy of the checkout, with one of its tokenizers in place of those on the hub. DIR (default
+build/upstream-olmo/<checkout>) receives JUnit files and logs. This file is also the pytest plugin of the three runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 MODES = ("stock", "registered", "lns")
-#: Not run at all: pattern of the node id -> reason.
+#: Tests that are not run: pattern of the node id -> reason.
 DESELECTED = {
     r"grad_norm_test\.py::test_olmo_optimizer_and_clipping_cpu": "7 GB and minutes a run (4,096 tokens over 50,304 "
     "logits, two models); tests/upstream/olmo/test_launch.py compares optimizer and clipping to the bit",
@@ -42,10 +42,11 @@ def pytest_configure(config: Any) -> None:
     if mode != "stock":
         importlib.import_module("olmo_lns.hook").install()
     olmo = importlib.import_module("olmo.config")
-    if (registered := "lns" in olmo.LayerNormType.__members__) != (mode != "stock"):
-        raise RuntimeError(f"mode {mode}, but the lns types are {'there' if registered else 'missing'}")
+    is_registered = "lns" in olmo.LayerNormType.__members__
+    if is_registered != (mode != "stock"):
+        raise RuntimeError(f"mode {mode}, but the lns types are {'registered' if is_registered else 'missing'}")
     if mode == "lns":
-        _lns_by_default(olmo)
+        _make_lns_default(olmo)
     tokenizer = importlib.import_module("olmo.tokenizer").Tokenizer
     original = tokenizer.from_pretrained.__func__
 
@@ -58,8 +59,8 @@ def pytest_configure(config: Any) -> None:
     tokenizer.from_pretrained = classmethod(from_pretrained)
 
 
-def _lns_by_default(olmo: Any) -> None:
-    """``ModelConfig()`` without a norm type has LNS, in dataclass and OmegaConf schema alike."""
+def _make_lns_default(olmo: Any) -> None:
+    """Make LNS the default norm type of ``ModelConfig``, both of the dataclass and of its OmegaConf schema."""
     value = olmo.LayerNormType[f"lns_{olmo.ModelConfig.layer_norm_type}"]
     olmo.ModelConfig.layer_norm_type = value
     olmo.ModelConfig.__dataclass_fields__["layer_norm_type"].default = value
@@ -72,18 +73,18 @@ def _lns_by_default(olmo: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    dropped = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in DESELECTED)]
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = [item for item in items if item not in dropped]
+    deselected = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in DESELECTED)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        # v0.6.0 passes tensors to random.seed(), which Python 3.11 refuses; the same numbers as integers.
+        # v0.6.0 passes tensors to random.seed(), which Python 3.11 refuses. Pass the same numbers as integers.
         if hasattr(parameters.get("seed"), "item"):
             parameters["seed"] = int(parameters["seed"])
 
 
 def run(mode: str, source: Path, out: Path, arguments: list[str]) -> None:
-    """``<out>/<mode>.xml``, ``.log``. OLMo's tests save into their own fixtures, so each run has a copy of them."""
+    """Write ``<out>/<mode>.xml`` and ``.log``. OLMo's tests write into their fixtures, so each run has a copy."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = shutil.copytree(source, Path(scratch) / "OLMo", ignore=shutil.ignore_patterns(".git"))
         environment = os.environ | {
@@ -102,29 +103,30 @@ def run(mode: str, source: Path, out: Path, arguments: list[str]) -> None:
 
 
 def outcomes(path: Path) -> Run:
-    """Test id -> (outcome, first line of the message), from a JUnit file."""
-    found = {}
+    """Return the outcome and the message of each test id in a JUnit file."""
+    results = {}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         outcome, message = "passed", ""
         for kind, name in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
             if (element := case.find(kind)) is not None:
                 outcome, message = name, re.sub(r"\s+", " ", element.get("message") or "")[:160]
-        found[f"{case.get('classname', '')}::{case.get('name')}"] = (outcome, message)
-    return found
+        results[f"{case.get('classname', '')}::{case.get('name')}"] = (outcome, message)
+    return results
 
 
 def report(runs: dict[str, Run]) -> int:
-    """Print the counts and the differences; return how many EXPECTED does not list."""
+    """Print the counts and the differences, and return the number of unexpected differences."""
     unexpected, groups = 0, Counter[str]()
     for mode, results in runs.items():
         print(mode, dict(Counter(outcome for outcome, _ in results.values())))
         for test in dict.fromkeys([*runs["stock"], *results]):
-            (before, _), (after, message) = (found.get(test, ("absent", "")) for found in (runs["stock"], results))
-            if before != after:
-                known = [why for (where, name), why in EXPECTED.items() if where == mode and re.search(name, test)]
-                unexpected += not known
-                why = known[0] if known else f"NOT EXPECTED: {message}"
-                groups[f"{mode}: {test.partition('[')[0]}, {before} in stock, {after}: {why}"] += 1
+            stock_outcome, _ = runs["stock"].get(test, ("absent", ""))
+            outcome, message = results.get(test, ("absent", ""))
+            if outcome != stock_outcome:
+                reasons = [why for (where, name), why in EXPECTED.items() if where == mode and re.search(name, test)]
+                unexpected += not reasons
+                reason = reasons[0] if reasons else f"NOT EXPECTED: {message}"
+                groups[f"{mode}: {test.partition('[')[0]}, {stock_outcome} in stock, {outcome}: {reason}"] += 1
     for text, count in groups.items():
         print(f"{count} x {text}")
     return unexpected
@@ -133,7 +135,7 @@ def report(runs: dict[str, Run]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("arguments", nargs="*", help="for pytest")
+    parser.add_argument("arguments", nargs="*", help="arguments for pytest")
     options = parser.parse_args()
     source = Path(os.environ.get("OLMO_SRC", ""))
     if not (source / "tests").is_dir():

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train tiny models in many versions of OLMo-core and transformers: under LNS, stock, and stock with hooks.
+"""Train tiny models with many versions of OLMo-core and transformers: under LNS, stock, and stock with hooks.
 
     python scripts/versions.py olmo-core path/to/OLMo-core COMMIT... --out rows.csv
     python scripts/versions.py transformers 4.48 4.49 5.0 ... --out rows.csv
 
-A commit is unpacked from the checkout's git folder, a release of transformers is installed by pip into a folder of its
-own. A row is ``right`` where the losses of six steps under LNS equal the hooks' within 2e-5 and differ from stock's by
+A commit of OLMo-core is unpacked from the checkout; a release of transformers is installed by pip into a temporary
+folder. A row is ``right`` if the losses of six steps under LNS equal the hooks' within 2e-5 and differ from stock's by
 more than 100 times that; else it has the reason. ``--markdown`` prints the rows as a table.
 """
 
@@ -18,37 +18,43 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-STEPS, NEAR = 6, 2e-5
+STEPS, TOLERANCE = 6, 2e-5
 FAMILIES = ("llama", "qwen3", "mixtral", "gpt2")
 
 
-def losses(build: Callable[[], Any], loss: Callable[[Any, Any], Any], blocks: Callable[[Any], Any], lns: Any) -> Any:
-    """Losses of six AdamW steps on fixed tokens: stock, with hooks, and under LNS."""
+def losses(
+    build: Callable[[], Any], build_lns: Callable[[], Any], loss: Callable[[Any, Any], Any], norms: Callable[[Any], Any]
+) -> dict[str, list[float]]:
+    """Return the losses of six AdamW steps on fixed tokens: stock, with hooks, and under LNS.
+
+    :param norms: model -> the norms of each block, which the hooks scale.
+    """
     import torch
 
     tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
 
     def train(model: Any) -> list[float]:
-        optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        optimizer, values = torch.optim.AdamW(model.parameters(), lr=3e-3), []
         for _ in range(STEPS):
             optimizer.zero_grad()
             value = loss(model, tokens)
             value.backward()
             optimizer.step()
-            found.append(value.item())
-        return found
+            values.append(value.item())
+        return values
 
     def hooked() -> Any:
         model = build()
-        for number, norms in enumerate(blocks(model), start=1):
-            for norm in norms:
+        for number, block_norms in enumerate(norms(model), start=1):
+            for norm in block_norms:
                 norm.register_forward_hook(lambda module, args, output, s=number**-0.5: output * s)
         return model
 
-    return {"stock": train(build()), "hooks": train(hooked()), "lns": train(lns(build))}
+    return {"stock": train(build()), "hooks": train(hooked()), "lns": train(build_lns())}
 
 
 def olmo_core() -> dict[str, Any]:
@@ -61,17 +67,18 @@ def olmo_core() -> dict[str, Any]:
     def config() -> Any:
         return TransformerConfig.llama_like(d_model=32, vocab_size=64, n_layers=4, n_heads=4)
 
-    def draw(made: Any) -> Any:
-        model = made.build(init_device="cpu")
+    def build(model_config: Any) -> Any:
+        model = model_config.build(init_device="cpu")
         model.init_weights(device=torch.device("cpu"))
         return model
 
     def loss(model: Any, tokens: Any) -> Any:
         return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
 
-    under = lambda build: draw(apply(config()))  # noqa: E731
-    norms = lambda model: [(b.attention_norm, b.feed_forward_norm) for b in model.blocks.values()]  # noqa: E731
-    return {"llama_like": losses(lambda: draw(config()), loss, norms, under)}
+    def norms(model: Any) -> Any:
+        return [(block.attention_norm, block.feed_forward_norm) for block in model.blocks.values()]
+
+    return {"llama_like": losses(lambda: build(config()), lambda: build(apply(config())), loss, norms)}
 
 
 def transformers() -> dict[str, Any]:
@@ -85,44 +92,48 @@ def transformers() -> dict[str, Any]:
     sizes |= dict(max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     sizes |= dict(n_embd=32, n_layer=4, n_head=4, n_positions=32)
     sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    found = {}
-    for family in FAMILIES:
-        if family not in hf.CONFIG_MAPPING:
-            continue
 
-        def build(family: str = family) -> Any:
-            torch.manual_seed(0)
-            return hf.AutoModelForCausalLM.from_config(hf.CONFIG_MAPPING[family](**sizes))
+    def build(family: str) -> Any:
+        torch.manual_seed(0)
+        return hf.AutoModelForCausalLM.from_config(hf.CONFIG_MAPPING[family](**sizes))
 
-        def norms(model: Any, family: str = family) -> Any:
-            if family == "gpt2":
-                return [(block.ln_1, block.ln_2) for block in model.transformer.h]
-            return [(block.input_layernorm, block.post_attention_layernorm) for block in model.model.layers]
+    def build_lns(family: str) -> Any:
+        return apply(build(family), "lns", initialization="upstream")
 
-        under = lambda build: apply(build(), "lns", initialization="upstream")  # noqa: E731
-        found[family] = losses(build, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss, norms, under)
-    return found
+    def loss(model: Any, tokens: Any) -> Any:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    def norms(model: Any) -> Any:
+        if model.config.model_type == "gpt2":
+            return [(block.ln_1, block.ln_2) for block in model.transformer.h]
+        return [(block.input_layernorm, block.post_attention_layernorm) for block in model.model.layers]
+
+    return {
+        family: losses(partial(build, family), partial(build_lns, family), loss, norms)
+        for family in FAMILIES
+        if family in hf.CONFIG_MAPPING
+    }
 
 
 def verdict(values: dict[str, list[float]]) -> str:
-    pairs = zip(values["lns"], values["hooks"], values["stock"], strict=True)
-    near, far = zip(*((abs(a - b), abs(a - c)) for a, b, c in pairs), strict=True)
-    right = max(near) <= NEAR and max(far) > 100 * NEAR
-    return f"{'right' if right else 'WRONG'} ({max(near):.0e} from hooks, {max(far):.2f} from stock)"
+    to_hooks = max(abs(a - b) for a, b in zip(values["lns"], values["hooks"], strict=True))
+    to_stock = max(abs(a - b) for a, b in zip(values["lns"], values["stock"], strict=True))
+    is_right = to_hooks <= TOLERANCE and to_stock > 100 * TOLERANCE
+    return f"{'right' if is_right else 'WRONG'} ({to_hooks:.0e} from hooks, {to_stock:.2f} from stock)"
 
 
 def run(program: str, path: Path) -> dict[str, str]:
-    """The verdicts of one version, each for one model; ``path`` goes in front of the packages of this environment."""
+    """Return the verdict for each model of one version, which is imported from ``path``."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, "--program", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return {"-": f"stopped: {(done.stderr.strip().splitlines() or [str(done.returncode)])[-1][:200]}"}
-    return {name: verdict(values) for name, values in json.loads(done.stdout.strip().splitlines()[-1]).items()}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode:
+        return {"-": f"stopped: {(result.stderr.strip().splitlines() or [str(result.returncode)])[-1][:200]}"}
+    return {name: verdict(values) for name, values in json.loads(result.stdout.strip().splitlines()[-1]).items()}
 
 
 def versions(kind: str, names: list[str]) -> Iterator[tuple[str, str, Path]]:
-    """``(version, date, folder)`` of each commit or release; the folder is gone with the next one."""
+    """Yield version, date and folder of each commit or release; the folder exists until the next one."""
     if kind == "olmo-core":
         source, *names = names
     for name in names:
@@ -136,8 +147,8 @@ def versions(kind: str, names: list[str]) -> Iterator[tuple[str, str, Path]]:
             else:
                 pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", folder]
                 subprocess.run([*pip, f"transformers=={name}.*", "numpy<2.4"], check=True, capture_output=True)
-                (about,) = Path(folder).glob("transformers-*.dist-info")
-                yield about.name.split("-")[1].removesuffix(".dist"), "", Path(folder)
+                (metadata,) = Path(folder).glob("transformers-*.dist-info")
+                yield metadata.name.split("-")[1].removesuffix(".dist"), "", Path(folder)
 
 
 def main() -> None:
