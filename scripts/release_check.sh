@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Build sdist and wheel into dist/, look into them, install the wheel into bare environments and use it there.
+# Build sdist and wheel into dist/, check their contents, and use the wheel in new environments.
 #
-#   make release-check                      base, demo and each extra on the environment's Python, without torch on others
-#   EXTRAS="hf study" make release-check    these extras alone; EXTRAS= none
-#   PYTHONS="python3.10" make release-check     this other interpreter alone; default those of 3.10 to 3.12 that are here
+#   make release-check                      base, demo and each extra on this Python; other Pythons without torch
+#   EXTRAS="hf study" make release-check    only these extras; EXTRAS= for none
+#   PYTHONS="python3.10" make release-check     only this other interpreter; default: 3.10 to 3.12 if installed
 #
-# Other interpreters get the wheel with --no-deps and what needs no torch: it is gigabytes on most machines. The extra te
-# is not tried: Transformer Engine is built against CUDA.
+# Other interpreters get the wheel with --no-deps and without torch, which takes gigabytes on most machines. The extra te
+# is left out, because Transformer Engine is built against CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PY:-.venv/bin/python}
@@ -27,28 +27,28 @@ names = zipfile.ZipFile(sys.argv[1]).namelist()
 pack = {str(Path("olmo_lns") / path) for path in Path("configs").rglob("*.yaml")}
 missing = sorted(pack - set(names)) + [n for n in ("olmo_lns_autoload.pth", "olmo_lns/py.typed") if n not in names]
 licence = [n for n in names if n.endswith("LICENSE")]
-foreign = [n for n in names if n.split("/")[0] not in ("olmo_lns", "olmo_lns_autoload.pth") and ".dist-info" not in n]
+unexpected = [n for n in names if n.split("/")[0] not in ("olmo_lns", "olmo_lns_autoload.pth") and ".dist-info" not in n]
 metadata = email.message_from_bytes(zipfile.ZipFile(sys.argv[1]).read(next(n for n in names if n.endswith("METADATA"))))
 assert not missing, f"the wheel lacks {missing}"
-assert licence and not foreign, (licence, foreign)
+assert licence and not unexpected, (licence, unexpected)
 assert metadata["License-Expression"] == "Apache-2.0" and metadata["Description-Content-Type"] == "text/markdown"
 print(f"wheel {metadata['Name']} {metadata['Version']}: {len(names)} files, {len(pack)} configs, licence, start-up hook")
 PY
 
-install() { # environment, what
+install() { # environment, requirements
   "$1/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}"
 }
-bare() { # interpreter
+new_environment() { # interpreter
   local folder; folder=$(mktemp -d "$scratch/bare.XXXX")
   "$1" -m venv "$folder"
   echo "$folder"
 }
 
-base=$(bare "$("$python" -c 'import sys; print(sys._base_executable)')")
+base=$(new_environment "$("$python" -c 'import sys; print(sys._base_executable)')")
 install "$base" "$torch" "$wheel"
 (cd "$scratch" && "$base/bin/olmo-lns" --version && "$base/bin/olmo-lns" config list | wc -l && "$base/bin/olmo-lns" doctor)
 
-# As pip finds them today, not as constraints.txt has them; torch stays, for another one is gigabytes.
+# Current releases instead of the pins in constraints.txt. torch stays pinned: another version takes gigabytes.
 echo "${torch%% *}" > "$scratch/torch.txt"
 for extra in $extras; do
   cp -a "$base" "$scratch/$extra"
@@ -56,7 +56,7 @@ for extra in $extras; do
   (cd "$scratch" && "$scratch/$extra/bin/python" -m olmo_lns doctor --require "$extra" > doctor.txt) \
     || { cat "$scratch/doctor.txt" >&2; exit 1; }
   "$scratch/$extra/bin/python" -m pip check > "$scratch/check.txt" || cat "$scratch/check.txt"
-  echo "extra $extra: $(grep -c . <("$scratch/$extra/bin/python" -m pip list --format freeze)) packages, doctor is content"
+  echo "extra $extra: $(grep -c . <("$scratch/$extra/bin/python" -m pip list --format freeze)) packages, doctor reports no problem"
   rm -rf "${scratch:?}/$extra"
 done
 
@@ -71,11 +71,11 @@ for other in ${PYTHONS-python3.10 python3.11 python3.12}; do
   if [ -z "${PYTHONS+given}" ] && { [ -z "$(version "$other")" ] || [ "$(version "$other")" = "$(version "$python")" ]; }; then
     continue
   fi
-  environment=$(bare "$other")
+  environment=$(new_environment "$other")
   install "$environment" packaging pyyaml rich numpy
   install "$environment" --no-deps "$wheel"
   (cd "$scratch" && "$environment/bin/olmo-lns" --version && "$environment/bin/olmo-lns" config copy olmo/60M-lns -o "$environment/60M-lns.yaml")
-  "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" 2>&1 && { echo "doctor misses no torch" >&2; exit 1; }
+  "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" 2>&1 && { echo "doctor does not report the missing torch" >&2; exit 1; }
   grep -q "not installed: pip install" "$environment/doctor.txt"
   echo "$("$other" --version): base without torch"
 done

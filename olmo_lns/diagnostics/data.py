@@ -117,8 +117,8 @@ def _texts(source: str, field: str) -> Iterator[str]:
         for number, record in enumerate(_records(source), start=1):
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                found = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise LNSError(f"--data: record {number} has {found}, expected text in {field!r} (see --text-field)")
+                content = sorted(record) if isinstance(record, dict) else type(record).__name__
+                raise LNSError(f"--data: record {number} has {content}, expected text in {field!r} (see --text-field)")
             yield text
     except (OSError, ValueError, RuntimeError) as error:  # invalid UTF-8 or JSON, or an error of the hub
         raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error

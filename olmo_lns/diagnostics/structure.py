@@ -24,13 +24,15 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
         outermost = not any(name.startswith(f"{outer}.") for outer in lists)
         if name == path or (outermost and len(members) > 1 and len(set(map(type, members))) == 1):
             lists[name] = members
-    if (path or next(iter(lists), None)) not in lists or (path is None and len(lists) > 1):
-        found = ", ".join(f"{name} ({len(each)} x {type(each[0]).__name__})" for name, each in lists.items())
+    selected = path or next(iter(lists), None)
+    is_ambiguous = path is None and len(lists) > 1
+    if selected not in lists or is_ambiguous:
+        candidates = ", ".join(f"{name} ({len(blocks)} x {type(blocks[0]).__name__})" for name, blocks in lists.items())
         raise LNSError(
             f"{type(model).__name__}: expected one list of two or more modules of one class, found "
-            f"{found or 'none'}{f', none at {path!r}' if path else ''}: name it with --blocks"
+            f"{candidates or 'none'}{f', none at {path!r}' if path else ''}: name the list with --blocks"
         )
-    members = lists[path or next(iter(lists))]
+    members = lists[selected]
     inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]
     if any(isinstance(block, _LISTS) for block in inner):
         members = [block for group in inner for block in group.children()]

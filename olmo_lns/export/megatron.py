@@ -87,15 +87,13 @@ class Saved:
 
     def scheme(self, requested: Scheme | None) -> Scheme:
         """Return the scheme in the saved arguments, or ``requested`` if they name none."""
-        saved_scheme = Settings.of_saved(self.args).scheme
+        saved = Settings.of_saved(self.args).scheme
         if requested is None:
-            return saved_scheme
+            return saved
         if requested.name not in (LNS.name, PRE_LN.name):
             raise LNSConfigError(f"--scheme {requested}: Megatron supports only lns. {self.folder} is a Megatron run.")
-        if not saved_scheme.is_pre_ln and saved_scheme != requested:
-            raise LNSConfigError(
-                f"{self.folder} says scheme {saved_scheme}, --scheme says {requested}. Leave --scheme out."
-            )
+        if not saved.is_pre_ln and saved != requested:
+            raise LNSConfigError(f"{self.folder} says scheme {saved}, --scheme says {requested}. Leave --scheme out.")
         return requested
 
     def argument(self, *names: str) -> Any:
@@ -166,8 +164,6 @@ class _KeepBytes(DefaultLoadPlanner):
 
 
 class _WriteBytes(DefaultSavePlanner):
-    """Save bytes as the object that they already encode."""
-
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 

@@ -88,10 +88,7 @@ def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: Path) -> None:
-    """Compare the factors in the buffers of ``default_scaled`` blocks with those of ``scheme``.
-
-    :raises LNSConfigError: no scheme, or buffers that differ from its factors.
-    """
+    """Raise an error unless the buffers of ``default_scaled`` blocks have the factors of ``scheme``."""
     from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_keys
 
     metadata = get_checkpoint_metadata(str(weights)).state_dict_metadata
