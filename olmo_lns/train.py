@@ -159,8 +159,9 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
                 evaluators=evaluators,
             )
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, trainer.request_stop))
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            previous_handler = signal.signal(signal_number, trainer.request_stop)
+            stack.callback(signal.signal, signal_number, previous_handler)
         return _train(trainer, cfg)
 
 

@@ -7,7 +7,7 @@
 The script unpacks each commit with ``git archive``, also from a bare repository, and runs its ``pretrain_gpt.py`` three
 times on the CPU for six iterations, in the Python of this script (which needs pybind11, psutil, and triton from core
 0.18 on). A commit is right if its losses under ``--layernorm-scaling`` equal the reference's within 2e-5 and differ
-from stock's by more than 100 times that difference. Rows are appended to the CSV file, which skips their commits later.
+from stock's by more than 100 times that difference. Commits that already have a row are skipped.
 """
 
 from __future__ import annotations
