@@ -63,7 +63,7 @@ def test_a_split_of_a_hugging_face_data_set_is_read(tmp_path, monkeypatch):
 
 
 BAD = {
-    "ids.npy": ([1, 100, 3], r"found token id 100, expected 0..99: the data has another vocabulary"),
+    "ids.npy": ([1, 100, 3], r"found token id 100, expected 0..99: the data was tokenised with another"),
     "float.npy": ([0.0, 1.0], "expected integer token ids"),
     "odd.npy": (b"abc", "not a multiple of the data-type size"),
     "x.jsonl": (b'{"text": "ab"}\nnot json\n', "x.jsonl cannot be read: Expecting value"),
