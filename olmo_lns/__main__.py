@@ -49,9 +49,9 @@ def main() -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        asked = [arg for arg in args[1:] if arg.startswith(("--layernorm-scaling", "--model.layer_norm_type=lns"))]
-        if asked and not {"olmo", "megatron"} & sys.modules.keys():
-            print(f"olmo_lns: {asked[0]} had no effect: {script} imported neither OLMo nor Megatron", file=sys.stderr)
+        flags = [arg for arg in args[1:] if arg.startswith(("--layernorm-scaling", "--model.layer_norm_type=lns"))]
+        if flags and not {"olmo", "megatron"} & sys.modules.keys():
+            print(f"olmo_lns: {flags[0]} had no effect: {script} imported neither OLMo nor Megatron", file=sys.stderr)
     return 0
 
 

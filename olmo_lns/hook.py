@@ -78,8 +78,9 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
 def _run_callbacks(name: str, module: ModuleType) -> None:
     _ran[name] = _spec(module)
     done: set[Callable[[ModuleType], object]] = set()
-    while todo := [callback for callback in _callbacks.get(name, ()) if callback not in done]:  # one may ask for others
-        for callback in todo:
+    # A callback may request others.
+    while pending := [callback for callback in _callbacks.get(name, ()) if callback not in done]:
+        for callback in pending:
             done.add(callback)
             _run(callback, module)
 
@@ -150,10 +151,10 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
 
     :param callback: a named function, not a new lambda for each call; a second request has no effect.
     """
-    known = _callbacks.setdefault(name, {})
-    if callback in known:
+    callbacks = _callbacks.setdefault(name, {})
+    if callback in callbacks:
         return
-    known[callback] = None
+    callbacks[callback] = None
     install()
     if _is_executed(module := sys.modules.get(name)):
         _ran[name] = _spec(module)

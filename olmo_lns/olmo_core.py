@@ -104,16 +104,16 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
     def with_scheme(block: Any) -> BlockConfig:
         if type(block) is not _upstream.TransformerBlockConfig:
             raise LNSConfigError(f"a block config of class {type(block).__name__}: expected TransformerBlockConfig")
-        given = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
-        made = BlockConfig(**given, scheme=scheme, **fields)
-        blocks.require_supported(made.resolved_scheme, made.name, model.n_layers)
-        return made
+        values = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+        block_config = BlockConfig(**values, scheme=scheme, **fields)
+        blocks.require_supported(block_config.resolved_scheme, block_config.name, model.n_layers)
+        return block_config
 
-    def each(blocks: Any) -> Any:
+    def with_schemes(blocks: Any) -> Any:
         return {key: with_scheme(block) for key, block in blocks.items()} if isinstance(blocks, dict) else blocks
 
-    block = each(model.block) if isinstance(model.block, dict) else with_scheme(model.block)
-    model.block, model.block_overrides = block, each(model.block_overrides)
+    block = with_schemes(model.block) if isinstance(model.block, dict) else with_scheme(model.block)
+    model.block, model.block_overrides = block, with_schemes(model.block_overrides)
     return config
 
 

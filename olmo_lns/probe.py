@@ -219,7 +219,7 @@ class _Replay:
         for name, own_calls in calls_by_name.items():
             args, kwargs, output = own_calls[0]
             y = first(output)
-            if not torch.is_tensor(y) or not torch.is_tensor(_input(args, kwargs)) or not y.dim():
+            if not torch.is_tensor(y) or not torch.is_tensor(_norm_input(args, kwargs)) or not y.dim():
                 continue
             has_stream_shape = y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel()
             if has_stream_shape and _is_norm(leaves[name], args, kwargs):
@@ -239,13 +239,13 @@ class _Replay:
 
         def hold(name: str) -> _Hook:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                inputs[name] = (_input(args, kwargs).detach().reshape(x.shape) - x).double()
-                return _with(output, self.held[name].reshape(first(output).shape))
+                inputs[name] = (_norm_input(args, kwargs).detach().reshape(x.shape) - x).double()
+                return _replace_first(output, self.held[name].reshape(first(output).shape))
 
             return hook
 
         def change(function: _Change) -> _Hook:
-            return lambda module, args, output: _with(output, function(first(output)))
+            return lambda module, args, output: _replace_first(output, function(first(output)))
 
         handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
@@ -262,7 +262,7 @@ class _Replay:
 
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
         """Return the change of the block's output for changed outputs of these modules, with the sites held."""
-        return self.run(self.x, self.names, dict.fromkeys(modules, change or _turned))[0] - self.rest
+        return self.run(self.x, self.names, dict.fromkeys(modules, change or _roll_channels))[0] - self.rest
 
     def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> BlockSites:
         """Find the sites. :param known: expected names. :param cancelled: cancelled norms of a block built alike."""
@@ -290,7 +290,7 @@ class _Replay:
             if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
         for name in self.norms.keys() - set(self.names):
-            moved = self.effect(self.norms[name], change=_one_channel_more)
+            moved = self.effect(self.norms[name], change=_raise_first_channel)
             if float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm()):
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {words} (Sandwich-LN)")
         if len(self.names) > 2:
@@ -343,28 +343,28 @@ class _Replay:
         return list(readers)
 
 
-def _turned(y: torch.Tensor) -> torch.Tensor:
+def _roll_channels(y: torch.Tensor) -> torch.Tensor:
     return 2.0 * y.roll(1, -1)
 
 
-def _one_channel_more(y: torch.Tensor) -> torch.Tensor:
+def _raise_first_channel(y: torch.Tensor) -> torch.Tensor:
     """Raise one channel; a branch that ends in this norm changes the stream in that channel only."""
     return y + torch.eye(1, y.shape[-1], dtype=y.dtype, device=y.device)[0]
 
 
-def _with(output: Any, value: Any) -> Any:
+def _replace_first(output: Any, value: Any) -> Any:
     """Return a module's output with another first tensor."""
     return (value, *output[1:]) if isinstance(output, tuple) else value
 
 
-def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the input of a norm: its first argument, positional or keyword."""
     return next(iter((*args, *kwargs.values())), None)
 
 
 def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return true for a norm: 64 and 128 times an input give the same output, another input another output."""
-    example = _input(args, kwargs)
+    example = _norm_input(args, kwargs)
     if not example.is_floating_point():
         return False
 

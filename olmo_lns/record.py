@@ -33,13 +33,13 @@ def require_same(
     if saved is None:
         if running.is_pre_ln:
             return
-        found = "no config beside it names the scheme of its weights"
-        todo = "Copy the config of its run beside the weights"
+        finding = "no config beside it names the scheme of its weights"
+        remedy = "Copy the config of its run beside the weights"
     else:
-        found = f"its config says {differing or saved}"
-        todo = f"Run with the checkpoint's setting ({setting(saved)})"
-    message = f"{source}: {found}, but this run has {running}."
+        finding = f"its config says {differing or saved}"
+        remedy = f"Run with the checkpoint's setting ({setting(saved)})"
+    message = f"{source}: {finding}, but this run has {running}."
     if settings.is_set(settings.ALLOW_MISMATCH):
         log.warning("%s Loading it anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
         return
-    raise CheckpointMismatchError(f"{message} {todo}, or set {settings.ALLOW_MISMATCH}=1 to load it anyway.")
+    raise CheckpointMismatchError(f"{message} {remedy}, or set {settings.ALLOW_MISMATCH}=1 to load it anyway.")

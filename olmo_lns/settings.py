@@ -80,11 +80,11 @@ def _warn_once(text: str) -> None:
     log.warning("%s (In a run with a scheme this is an error.)", text)
 
 
-def refuse_disabled(asked: str = "this command runs OLMo with the plugin") -> None:
+def refuse_disabled(request: str = "this command runs OLMo with the plugin") -> None:
     """Refuse a request that needs the plugin. :raises LNSConfigError: the plugin is switched off."""
     if is_set(DISABLE):
         raise LNSConfigError(
-            f"{DISABLE}=1 is set, but {asked}: unset {DISABLE}, or run the framework's own script without the plugin"
+            f"{DISABLE}=1 is set, but {request}: unset {DISABLE}, or run the framework's own script without the plugin"
         )
 
 

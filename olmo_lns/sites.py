@@ -55,7 +55,7 @@ def attach(module: Any, *new_sites: Site) -> None:
 
     :raises LNSConfigError: the module has a scheme already.
     """
-    if present_sites := _own(module):
+    if present_sites := _sites_of(module):
         raise LNSConfigError(
             f"{type(module).__name__} of {present_sites[0]} has scheme {present_sites[0].scheme} already: a block gets "
             "its scheme once, when it is built."
@@ -63,7 +63,7 @@ def attach(module: Any, *new_sites: Site) -> None:
     module.lns_sites = new_sites
 
 
-def _own(module: Any) -> tuple[Site, ...]:
+def _sites_of(module: Any) -> tuple[Site, ...]:
     # From the instance: FSDP's and torch.compile's wrappers forward attribute access to the wrapped module.
     return tuple(module.__dict__.get("lns_sites", ()))
 
@@ -71,7 +71,7 @@ def _own(module: Any) -> tuple[Site, ...]:
 def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
     """Yield ``(module name, module, site)`` for each site in ``model``, in the model's order."""
     for name, module in model.named_modules():
-        for site in _own(module):
+        for site in _sites_of(module):
             yield name, module, site
 
 
@@ -247,7 +247,7 @@ def scale(
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
     calls_forward = getattr(folded, "lns_calls_forward", False)
-    plain = "forward" not in vars(module) and (calls_forward or (is_plain(stock) and _takes_as_much(stock, folded)))
+    plain = "forward" not in vars(module) and (calls_forward or (is_plain(stock) and _has_same_arity(stock, folded)))
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
         set_kind(module, derived(mixin, stock), factor, form=form, field=field)
         replaced = vars(module).get("forward")
@@ -259,14 +259,14 @@ def scale(
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return
-        _make_stock(module, stock, replaced)
+        _restore_class(module, stock, replaced)
     raise MeasurementError(
         f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
         "output can be scaled."
     )
 
 
-def _make_stock(module: Any, stock: type, forward: Any) -> None:
+def _restore_class(module: Any, stock: type, forward: Any) -> None:
     module.__class__ = stock
     for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sites"]:
         delattr(module, name)
@@ -274,7 +274,7 @@ def _make_stock(module: Any, stock: type, forward: Any) -> None:
         module.forward = forward
 
 
-def _takes_as_much(stock: Any, folded: Any) -> bool:
+def _has_same_arity(stock: Any, folded: Any) -> bool:
     """Return true if a folded forward has as many arguments as the framework's own."""
     counts = {len(inspect.signature(kind.forward).parameters) for kind in (stock, folded) if kind is not None}
     return len(counts) == 1
@@ -305,7 +305,7 @@ def restore(model: Any) -> None:
                 if made_of
                 else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
             )
-            _make_stock(module, stock, forward.forward if isinstance(forward, Product) else forward)
+            _restore_class(module, stock, forward.forward if isinstance(forward, Product) else forward)
         vars(module).pop("lns_sites", None)
 
 
@@ -337,14 +337,14 @@ def start_up_line(
     """
     scheme = read_back(model)
     count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {here}" if here else "")
-    ways = dict.fromkeys(_way(module) for _, module, _ in sites(model) if isinstance(module, Scaled))
+    ways = dict.fromkeys(_application(module) for _, module, _ in sites(model) if isinstance(module, Scaled))
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
     parts = [count, *factors_in_words(scheme, n_layers), parameters, *ways, initialization]
     parts.append(f"measured: {', '.join(measured)}")
     return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
 
 
-def _way(module: Any) -> str:
+def _application(module: Any) -> str:
     if module.lns_way:
         return str(module.lns_way)
     return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"

@@ -31,12 +31,12 @@ def factor(initialization: str, layer_number: int, n_layers: int) -> float:
     raise LNSConfigError(f"initialization {initialization!r} has no known factor: give plain, scaled or depth_scaled")
 
 
-def resolve(asked: str, scheme: Scheme) -> str:
+def resolve(requested: str, scheme: Scheme) -> str:
     """Return ``asked``, or for ``""`` the default: plain under a scheme, upstream for Pre-LN.
 
     :raises LNSConfigError: an unknown name.
     """
-    name = asked or scheme.definition.initialization
+    name = requested or scheme.definition.initialization
     if name not in INITIALIZATIONS:
         raise LNSConfigError(
             f"unknown initialization {name!r}{did_you_mean(name, INITIALIZATIONS)}: "

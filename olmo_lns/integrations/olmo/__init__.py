@@ -1,7 +1,7 @@
-"""The schemes in OLMo: ``register()`` adds the types and nothing else changes.
+"""The schemes in OLMo: ``register()`` adds the types and changes nothing else.
 
 Registered but not selected, OLMo is bit for bit itself. With ``layer_norm_type: lns`` (or
-``lns_rms``, ``lns_default``, ``lns_low_precision``) the two norms of block l carry 1/sqrt(l) and
+``lns_rms``, ``lns_default``, ``lns_low_precision``) the two norms of block l are multiplied by 1/sqrt(l) and
 scaled initialization is off. Parameter names, state-dict keys and optimizer groups are OLMo's.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Teach the installed OLMo the layer-norm types of the schemes, once its modules are imported. Idempotent.
+    """Add the schemes' layer-norm types to the installed OLMo when its modules are imported. Idempotent.
 
     The start-up hook calls it when OLMo is first imported. Nothing of OLMo is imported here.
     """

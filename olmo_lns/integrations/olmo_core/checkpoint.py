@@ -28,20 +28,20 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
         from olmo_core.distributed.utils import broadcast_object, get_rank
 
-        found: Any = None
+        config: Any = None
         if get_rank() == 0:  # one process reads, all raise together
             try:
-                found = read_config(dir)
+                config = read_config(dir)
             except CheckpointMismatchError as error:
-                found = error
-        found = broadcast_object(found)
-        if isinstance(found, CheckpointMismatchError):
-            raise found
+                config = error
+        config = broadcast_object(config)
+        if isinstance(config, CheckpointMismatchError):
+            raise config
         parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:
             raise CheckpointMismatchError(f"found one model with {', '.join(map(str, running))}, expected one scheme")
-        saved = None if found is None else scheme_of_config(found, source=f"{dir}: {CONFIG_FILE}")
+        saved = None if config is None else scheme_of_config(config, source=f"{dir}: {CONFIG_FILE}")
         require_same(saved, running.pop(), source=dir, setting=_setting)
         return load(self, dir, train_module, **kwargs)
 
@@ -76,18 +76,18 @@ def scheme_of_config(config: Any, *, source: object) -> Scheme:
 
     :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not have.
     """
-    found = set()
+    named = set()
     for block in blocks_of(config):
         try:
-            ours = block.get("_CLASS_") == CLASS
-            found.add(scheme_of(block.get("scheme", "lns"), block.get("exponent")) if ours else PRE_LN)
+            is_scheme = block.get("_CLASS_") == CLASS
+            named.add(scheme_of(block.get("scheme", "lns"), block.get("exponent")) if is_scheme else PRE_LN)
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None
         if block.get("scale_router") is False:
             raise CheckpointMismatchError(f"{source}: found a router without the factor, which is not supported")
-    if len(found) > 1:
-        raise CheckpointMismatchError(f"{source}: found the schemes {', '.join(sorted(map(str, found)))}, expected one")
-    return found.pop() if found else PRE_LN
+    if len(named) > 1:
+        raise CheckpointMismatchError(f"{source}: found the schemes {', '.join(sorted(map(str, named)))}, expected one")
+    return named.pop() if named else PRE_LN
 
 
 def scheme_of(text: Any, exponent: Any = None) -> Scheme:
@@ -111,6 +111,6 @@ def blocks_of(config: Any) -> list[dict[str, Any]]:
     model = config.get("model", config) if isinstance(config, dict) else None
     model = model if isinstance(model, dict) else {}
     block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
-    whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
+    block_names = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
     overrides = {int(index): override for index, override in overrides.items()}  # JSON keys are strings
-    return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]
+    return [overrides.get(i, block[name] if name else block) for i, name in enumerate(block_names)]
