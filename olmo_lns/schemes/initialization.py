@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 
-from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.schemes.registry import Scheme
+from olmo_lns.errors import LNSConfigError
 
 INITIALIZATIONS = ("plain", "scaled", "depth_scaled", "upstream")
 
@@ -29,17 +28,3 @@ def factor(initialization: str, layer_number: int, n_layers: int) -> float:
     if initialization == "depth_scaled":
         return 1.0 / math.sqrt(2.0 * layer_number)
     raise LNSConfigError(f"initialization {initialization!r} has no known factor: give plain, scaled or depth_scaled")
-
-
-def resolve(requested: str, scheme: Scheme) -> str:
-    """Return ``asked``, or for ``""`` the default: plain under a scheme, upstream for Pre-LN.
-
-    :raises LNSConfigError: an unknown name.
-    """
-    name = requested or scheme.definition.initialization
-    if name not in INITIALIZATIONS:
-        raise LNSConfigError(
-            f"unknown initialization {name!r}{did_you_mean(name, INITIALIZATIONS)}: "
-            f"expected one of {', '.join(INITIALIZATIONS)}"
-        )
-    return name

@@ -21,7 +21,7 @@ from olmo_lns.schemes import (
     parse,
     registry,
 )
-from olmo_lns.schemes.initialization import factor, resolve
+from olmo_lns.schemes.initialization import factor
 
 EXPONENTS = st.floats(0, 8, allow_nan=False)
 
@@ -93,9 +93,7 @@ def test_initializations_have_their_factors_and_defaults():
     assert factor("depth_scaled", 2, 12) == pytest.approx(0.5)
     with pytest.raises(LNSConfigError, match="'upstream' has no known factor"):
         factor("upstream", 1, 1)
-    assert (resolve("", PRE_LN), resolve("", LNS), resolve("scaled", LNS)) == ("upstream", "plain", "scaled")
-    with pytest.raises(LNSConfigError, match="unknown initialization 'plane' .did you mean 'plain'"):
-        resolve("plane", LNS)
+    assert (PRE_LN.definition.initialization, LNS.definition.initialization) == ("upstream", "plain")
 
 
 POST = Plan(pre=False, post=True)
