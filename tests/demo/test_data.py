@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import corpora
 from olmo_lns.study.data.corpora import build, documents
 
@@ -20,6 +21,14 @@ def test_two_builds_are_identical_and_take_files_that_every_machine_has(data, tm
     assert names[0].startswith("pydoc_data/") and {"ast.py", "json/decoder.py"} <= set(names)
     for part in ("site-packages", "/test/", "_sysconfigdata", "__pycache__"):
         assert not any(part in f"/{name}" for name in names), part
+
+
+def test_a_run_is_not_continued_on_other_text(data, tmp_path, monkeypatch):
+    build(tmp_path)
+    monkeypatch.setattr(corpora, "documents", lambda _: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    with pytest.raises(LNSConfigError, match="train.npy has the text of another Python"):
+        build(tmp_path)
+    assert (tmp_path / "train.npy").read_bytes() == (data / "train.npy").read_bytes()
 
 
 def test_the_split_is_by_document_and_complete(data):

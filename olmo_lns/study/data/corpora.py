@@ -71,7 +71,7 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
     The ``.npy`` files are flat uint16 memmaps without a header, as OLMo reads them.
 
     :param packages: packages whose sources follow Python's. :returns: the absolute path of the folder.
-    :raises LNSConfigError: a Python without sources, or a package that is not installed.
+    :raises LNSConfigError: a Python without sources, a package that is not installed, or a folder with other text.
     """
     folder = Path(folder).absolute()
     split: dict[str, list[bytes]] = {"train": [], "heldout": []}
@@ -81,7 +81,10 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
         raise LNSConfigError(f"{sysconfig.get_path('stdlib')} has no sources: use a Python with library sources")
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in split.items():
-        write_whole(folder / f"{name}.npy", _encode(texts))
+        path, tokens = folder / f"{name}.npy", _encode(texts)
+        if path.is_file() and path.read_bytes() != tokens:
+            raise LNSConfigError(f"{path} has the text of another Python or of other packages: use another folder")
+        write_whole(path, tokens)
     _write_tokenizer(folder / "tokenizer.json")
     return folder
 
