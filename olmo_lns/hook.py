@@ -44,7 +44,8 @@ FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 MARKER = "__olmo_lns_wrapped__"
 
 _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
-_ran: dict[str, Any] = {}  # name -> the module's spec when its callbacks ran; each execution has a new spec
+#: Name -> the spec of the module when its callbacks ran. Each execution of a module has a new spec.
+_executed_specs: dict[str, Any] = {}
 _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
@@ -57,8 +58,8 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
     if name not in _callbacks:
         return None
     # Like Python 3.12, skip finders that only have the old find_module.
-    others = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
-    specs = (finder.find_spec(name, path, target) for finder in others)
+    finders = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
+    specs = (finder.find_spec(name, path, target) for finder in finders)
     spec = next((spec for spec in specs if spec is not None), None)
     execute = getattr(getattr(spec, "loader", None), "exec_module", None)
     if execute is not None and not is_wrapped(execute):
@@ -76,7 +77,7 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
 
 
 def _run_callbacks(name: str, module: ModuleType) -> None:
-    _ran[name] = _spec(module)
+    _executed_specs[name] = _spec(module)
     done: set[Callable[[ModuleType], object]] = set()
     # A callback may request others.
     while pending := [callback for callback in _callbacks.get(name, ()) if callback not in done]:
@@ -101,7 +102,7 @@ def _catch_up() -> None:
     """Run the callbacks of modules whose loader this finder did not see."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
-        if module is not None and _is_executed(module) and _ran.get(name) is not _spec(module):
+        if module is not None and _is_executed(module) and _executed_specs.get(name) is not _spec(module):
             _run_callbacks(name, module)
 
 
@@ -157,7 +158,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     callbacks[callback] = None
     install()
     if _is_executed(module := sys.modules.get(name)):
-        _ran[name] = _spec(module)
+        _executed_specs[name] = _spec(module)
         _run(callback, module)  # type: ignore[arg-type]
 
 

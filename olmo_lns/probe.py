@@ -1,4 +1,4 @@
-"""Measure a built model: a block's Pre-LN sites, a scaled norm against the norm before, the draw of a projection.
+"""Measure a built model: find the Pre-LN sites of a block by running a copy of the block.
 
 A block is Pre-LN in the norms S if, with the outputs of S held fixed, block(x) - x and the input of each norm of S
 minus x are the same for every x: the branches read the stream through S and nothing else. S is made minimal, which
@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.response import Response, agree, check_drawn, drawn_std, first, response
+from olmo_lns.response import Response, check_drawn, drawn_std, first, raise_on_every_rank, response
 
 __all__ = [
     "BlockSites",
     "Call",
     "Response",
-    "agree",
     "check_drawn",
     "drawn_std",
     "hooks",
     "pre_ln_sites",
+    "raise_on_every_rank",
     "response",
     "stream_of",
     "twin",
@@ -216,15 +216,15 @@ class _Replay:
         with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
             self.call.on(self.block, self.x)
         norms = {}
-        for name, own_calls in calls_by_name.items():
-            args, kwargs, output = own_calls[0]
+        for name, norm_calls in calls_by_name.items():
+            args, kwargs, output = norm_calls[0]
             y = first(output)
             if not torch.is_tensor(y) or not torch.is_tensor(_norm_input(args, kwargs)) or not y.dim():
                 continue
             has_stream_shape = y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel()
             if has_stream_shape and _is_norm(leaves[name], args, kwargs):
-                if len(own_calls) > 1:
-                    raise _NotPreLN(f"its norm {name} ran {len(own_calls)} times in one forward, expected once")
+                if len(norm_calls) > 1:
+                    raise _NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
                 norms[name] = leaves[name]
         return norms
 
@@ -283,34 +283,37 @@ class _Replay:
             cancelled = tuple(filter(self._is_cancelled, self.names))
         return BlockSites(self.names, cancelled, self.block)
 
-    def _check(self, words: str) -> None:
-        """Check the sites. :raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
-        alone = [self.effect(self.norms[name]) for name in self.names]
-        for name, effect in zip(self.names, alone, strict=True):
+    def _check(self, site_names: str) -> None:
+        """Check the sites.
+
+        :raises _NotPreLN: a site without effect, another norm on a branch, or a number of branches other than two.
+        """
+        single_effects = [self.effect(self.norms[name]) for name in self.names]
+        for name, effect in zip(self.names, single_effects, strict=True):
             if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
         for name in self.norms.keys() - set(self.names):
             moved = self.effect(self.norms[name], change=_raise_first_channel)
             if float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm()):
-                raise _NotPreLN(f"its norm {name} sits on a branch, besides {words} (Sandwich-LN)")
+                raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
         if len(self.names) > 2:
             raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
-        if self._branches(alone) < 2:
-            raise _NotPreLN(f"it has one branch, after {words}; expected attention and feed-forward")
+        if self._branches(single_effects) < 2:
+            raise _NotPreLN(f"it has one branch, after {site_names}; expected attention and feed-forward")
         for module in self.block.modules():
             module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
         with torch.enable_grad():
             trains = self.constant(self.names)
         self.block.eval()
         if not trains:
-            raise _NotPreLN(f"in training mode its branches bypass {words}")
+            raise _NotPreLN(f"in training mode its branches bypass {site_names}")
 
     def _is_cancelled(self, name: str) -> bool:
         """Return true if 64 and 128 times the norm's output give the same branch, because of a later norm."""
         zero, small, large = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 64.0, 128.0))  # type: ignore[misc]
         return float((large - small).norm()) < 0.05 * float((small - zero).norm())
 
-    def _branches(self, alone: Sequence[torch.Tensor]) -> int:
+    def _branches(self, single_effects: Sequence[torch.Tensor]) -> int:
         """Count the branches. The effects of two sites, or of two children that read the only site, add up across
         branches (attention, feed-forward) and do not add up within a branch (queries, keys, values).
 
@@ -319,12 +322,12 @@ class _Replay:
         modules = [self.norms[name] for name in self.names]
         if len(modules) == 1:
             modules = self._readers(self.names[0])
-            alone = [self.effect(unit) for unit in modules]
+            single_effects = [self.effect(unit) for unit in modules]
         branch = list(range(len(modules)))
         for i, j in itertools.combinations(range(len(modules)), 2):
-            together = self.effect(modules[i], modules[j]) - alone[i] - alone[j]
+            together = self.effect(modules[i], modules[j]) - single_effects[i] - single_effects[j]
             if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
-                branch = [branch[i] if of == branch[j] else of for of in branch]
+                branch = [branch[i] if label == branch[j] else label for label in branch]
         return len(set(branch))
 
     def _readers(self, name: str) -> list[nn.Module]:

@@ -23,7 +23,7 @@ def require_same(
 
     :param saved: scheme of the checkpoint, Pre-LN for a stock config; None if no config was saved.
     :param setting: scheme -> the option that a user types for it, such as ``--layernorm-scaling``.
-    :param differing: another difference in words, such as the base norm.
+    :param differing: description of another difference, such as the base norm.
     :raises CheckpointMismatchError: the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
 
     Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.

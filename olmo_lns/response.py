@@ -1,4 +1,4 @@
-"""Measure the output of a norm and the draw of a projection; raise a problem of one process on all processes."""
+"""Measure the output of a norm and the initialization of a projection; raise one rank's problem on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from olmo_lns.errors import MeasurementError
 
-__all__ = ["Response", "agree", "check_drawn", "first", "response"]
+__all__ = ["Response", "check_drawn", "first", "raise_on_every_rank", "response"]
 
 
 def first(output: Any) -> Any:
@@ -28,7 +28,7 @@ class Response:
     dtype: torch.dtype
 
     def problem(self, before: Response, factor: float) -> str:
-        """Return the first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
+        """Describe the first part that is not ``factor`` times the part of ``before``; return ``""`` if both are."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         for name in ("output", "gradient"):
             expected, actual = getattr(before, name), getattr(self, name)
@@ -109,7 +109,7 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
     return measured
 
 
-def agree(problem: str) -> None:
+def raise_on_every_rank(problem: str) -> None:
     """Raise on every process of a launch if one of them has a problem, before the next collective runs.
 
     :param problem: this process's problem, or ``""``. Every process of the launch must call this function.

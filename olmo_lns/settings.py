@@ -34,9 +34,9 @@ VARIABLES = {
 #: Variables with the values 0 and 1.
 _SWITCHES = (ALLOW_MISMATCH, DISABLE)
 
-_TYPE = "layer_norm_type=lns:exponent=..."
+_SCHEME_SETTING = "layer_norm_type=lns:exponent=..."
 #: Part of a name that a user may guess -> the right setting.
-_ELSEWHERE = {"EXPONENT": _TYPE, "SCHEME": _TYPE, "SCALED_INIT": f"{INITIALIZATION}=..."}
+_REMEDIES = {"EXPONENT": _SCHEME_SETTING, "SCHEME": _SCHEME_SETTING, "SCALED_INIT": f"{INITIALIZATION}=..."}
 
 
 def read(name: str) -> str:
@@ -54,7 +54,7 @@ def is_set(name: str) -> bool:
 def check() -> None:
     """Check all variables. :raises LNSConfigError: an unknown ``OLMO_LNS_*`` variable, or a switch other than 0, 1."""
     # Compared without the prefix, which would make all names look alike.
-    known = {name.removeprefix(PREFIX): name for name in VARIABLES} | _ELSEWHERE
+    known = {name.removeprefix(PREFIX): name for name in VARIABLES} | _REMEDIES
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
             hint = did_you_mean(name.removeprefix(PREFIX), known, spell=known.__getitem__)

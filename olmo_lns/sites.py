@@ -80,13 +80,13 @@ def read_back(model: Any) -> Scheme:
 
     :raises MeasurementError: two schemes in one model, or a module that does not compute its plan.
     """
-    placed = list(sites(model))
-    if not placed:
+    model_sites = list(sites(model))
+    if not model_sites:
         return PRE_LN
-    schemes = {site.scheme for _, _, site in placed}
+    schemes = {site.scheme for _, _, site in model_sites}
     if len(schemes) > 1:
         raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
-    for name, module, site in placed:
+    for name, module, site in model_sites:
         computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
         if computed != site.plan:
             differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
@@ -95,7 +95,7 @@ def read_back(model: Any) -> Scheme:
                 f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. The module or "
                 "its forward was replaced after the block was built; apply the scheme after the replacement."
             )
-    return placed[0][2].scheme
+    return model_sites[0][2].scheme
 
 
 def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
@@ -138,7 +138,7 @@ class Scaled(Derived):
     lns_field: str = "norm_scale"
     #: True if the mixin's forward calls the framework's, so that a wrapper around that one keeps running.
     lns_calls_forward = False
-    #: The way in which the factor is applied, in words; by default the norm's backend.
+    #: Text for the start-up line: the way in which the factor is applied. The default is the norm's backend.
     lns_way = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
@@ -311,7 +311,7 @@ def restore(model: Any) -> None:
 
 @contextlib.contextmanager
 def stock_on_failure(model: Any) -> Iterator[None]:
-    """Give a stock model its own classes back if attaching or measuring a scheme fails, or is interrupted."""
+    """Restore the classes of a stock model if a scheme cannot be attached or measured, or on an interruption."""
     was_stock = next(sites(model), None) is None
     try:
         yield
@@ -325,21 +325,21 @@ def stock_on_failure(model: Any) -> Iterator[None]:
 
 
 def start_up_line(
-    model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", here: str = "", initialization: str = ""
+    model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", local: str = "", initialization: str = ""
 ) -> str:
     """Return the start-up line, from the scheme that is read back and the measurements.
 
     :param measured: measured parts: ``("output", "gradient", "initialization")``. :param norm: the base norm.
-    :param here: the part of the model in this process, if it is not the whole model.
+    :param local: the part of the model in this process, if it is not the whole model.
     :param initialization: text for the initialization: ``"scaled initialization off"``.
 
     Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
     """
     scheme = read_back(model)
-    count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {here}" if here else "")
+    count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
     ways = dict.fromkeys(_application(module) for _, module, _ in sites(model) if isinstance(module, Scaled))
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
-    parts = [count, *factors_in_words(scheme, n_layers), parameters, *ways, initialization]
+    parts = [count, *describe_factors(scheme, n_layers), parameters, *ways, initialization]
     parts.append(f"measured: {', '.join(measured)}")
     return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
 
@@ -350,10 +350,10 @@ def _application(module: Any) -> str:
     return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
 
 
-def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
-    """Return constants other than 1, learned factors and Post-LN blocks: ``["s = 1 (block 1) to 0.25 (block 16)"]``."""
+def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
+    """Describe constants other than 1, learned factors, Post-LN blocks: ``["s = 1 (block 1) to 0.25 (block 16)"]``."""
     plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
-    words = []
+    descriptions = []
     for field in fields(Plan):
         values = [getattr(plan, field.name) for plan in plans.values()]
         if isinstance(field.default, float) and any(value != 1.0 for value in values):
@@ -363,10 +363,10 @@ def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
             scaled = {sub_layer for sub_layer, value in by_sub_layer if value != 1.0}
             factors = [value for sub_layer, value in by_sub_layer if sub_layer in scaled]
             only = "" if len(scaled) == len(SUB_LAYERS) else f", {', '.join(scaled)} only"
-            words.append(f"{name} = {factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers}){only}")
+            descriptions.append(f"{name} = {factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers}){only}")
         if field.name in ("gate", "omega") and values[0] is not None:
-            words.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
+            descriptions.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
     post = sorted({number for (number, _), plan in plans.items() if plan.post})
     if post:
-        words.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
-    return words
+        descriptions.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
+    return descriptions

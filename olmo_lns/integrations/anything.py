@@ -75,7 +75,7 @@ def apply(
     except LNSError as error:
         problem = error
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        probe.agree(str(problem or ""))
+        probe.raise_on_every_rank(str(problem or ""))
     if problem is not None:
         raise problem
     return model
@@ -114,7 +114,7 @@ def require_unwrapped(model: nn.Module) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """:raises LNSConfigError: a module is compiled, or wrapped by DDP or FSDP."""
+    """Refuse a wrapped model. :raises LNSConfigError: a module is compiled, or wrapped by DDP or FSDP."""
     for module in model.modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
@@ -216,22 +216,22 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
         run()
     calls_by_list: dict[str, list[probe.Call]] = {}
     for name, listed in lists.items():
-        own_calls = [call for block in listed if runs.get(block) == 1 and (call := calls[block])]
+        block_calls = [call for block in listed if runs.get(block) == 1 and (call := calls[block])]
         in_order = [block for block in calls if block in set(listed)] == listed
         inside = any(name.startswith(f"{outer}.") for outer in calls_by_list)
-        is_complete, shapes = len(own_calls) == len(listed), {call.stream.shape for call in own_calls}
+        is_complete, shapes = len(block_calls) == len(listed), {call.stream.shape for call in block_calls}
         if in_order and not inside and is_complete and len(shapes) == 1:
-            calls_by_list[name] = own_calls
+            calls_by_list[name] = block_calls
     if len(calls_by_list) != 1:
         names = ", ".join(calls_by_list) or "none"
         raise LNSConfigError(
             f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
             f"{names}. Give the blocks themselves: blocks=model.layers."
         )
-    ((name, own_calls),) = calls_by_list.items()
+    ((name, block_calls),) = calls_by_list.items()
     if blocks is None:
         _require_all(model, name, lists[name], runs)
-    return Forward(name, lists[name], own_calls, runs)
+    return Forward(name, lists[name], block_calls, runs)
 
 
 def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], runs: Container[nn.Module]) -> None:

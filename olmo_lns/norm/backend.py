@@ -112,25 +112,25 @@ def choose_backend(name: str | None = None) -> Backend:
 
 
 @functools.cache  # called for each norm of a model
-def _decide(asked: str, origin: str) -> Backend:
+def _decide(requested: str, origin: str) -> Backend:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked == "torch":
+    if requested == "torch":
         return _torch_backend(device, f"selected by {origin}")
     problem = _device_problem(device)
-    if asked == "auto" and problem:  # do not import a Transformer Engine that cannot run
+    if requested == "auto" and problem:  # do not import a Transformer Engine that cannot run
         return _torch_backend(device, problem)
-    imported = te.availability().problem
-    if asked == "te" and (problem or imported):
-        found = "; and ".join(dict.fromkeys(filter(None, (problem, imported))))
+    import_problem = te.availability().problem
+    if requested == "te" and (problem or import_problem):
+        problems = "; and ".join(dict.fromkeys(filter(None, (problem, import_problem))))
         raise BackendUnavailableError(
-            f"the norm backend 'te' was selected by {origin} and cannot run: {found}. Install a "
+            f"the norm backend 'te' was selected by {origin} and cannot run: {problems}. Install a "
             f"supported release (pip install --no-build-isolation 'olmo-lns[te]') on a machine with an NVIDIA GPU, "
             f"or set {NORM_BACKEND}=auto."
         )
-    if imported:
-        return _torch_backend(device, imported)
-    why = f"selected by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
-    return Backend("te", f"Transformer Engine {te.availability().version}: {why}")
+    if import_problem:
+        return _torch_backend(device, import_problem)
+    reason = f"selected by {origin}" if requested == "te" else "its fused kernels take the factor in gamma"
+    return Backend("te", f"Transformer Engine {te.availability().version}: {reason}")
 
 
 def _device_problem(device: torch.device) -> str | None:
@@ -145,10 +145,10 @@ def _device_problem(device: torch.device) -> str | None:
     return f"compute capability {major}.{minor} is below 8.0" if major < 8 else None
 
 
-def _torch_backend(device: torch.device, because: str) -> Backend:
+def _torch_backend(device: torch.device, reason: str) -> Backend:
     if device.type != "cuda":
-        return Backend("torch", because)
+        return Backend("torch", reason)
     version = Version(torch.__version__).public
     if not pytorch.has_fused_rms_norm():
-        return Backend("torch", f"{because}; torch {version} has no fused rms_norm here (2.9 on CUDA has)")
-    return Backend("torch-fused", f"{because}; torch {version} has a fused rms_norm on CUDA")
+        return Backend("torch", f"{reason}; torch {version} has no fused rms_norm here (2.9 on CUDA has)")
+    return Backend("torch-fused", f"{reason}; torch {version} has a fused rms_norm on CUDA")

@@ -55,11 +55,11 @@ def availability() -> Availability:
 
 def _unsupported(version: str) -> str | None:
     try:
-        found = Version(version)
+        parsed = Version(version)
     except InvalidVersion:
         return f"Transformer Engine reports the version {version!r}, which is not a version number"
     oldest, too_new = SUPPORTED
-    if oldest <= found < too_new:
+    if oldest <= parsed < too_new:
         return None
     return f"Transformer Engine {version} is not supported, expected at least {oldest} and below {too_new}"
 

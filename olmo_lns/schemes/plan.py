@@ -21,7 +21,10 @@ SUB_LAYERS = ("attn", "ff")
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned factor. :param per_channel: a vector of hidden_size, else one number. :param start: initial value."""
+    """A learned factor. :param per_channel: true for a vector of hidden_size elements, false for one number.
+
+    :param start: initial value.
+    """
 
     per_channel: bool
     start: float

@@ -108,7 +108,7 @@ def _skip_init(layer_number: int, n_layers: int, sub_layer: str, *, start: float
     return Plan(gate=Learned(per_channel=False, start=start or n_layers**-0.5))
 
 
-_E = {"exponent": EXPONENT}
+_P = {"exponent": EXPONENT}  # p of l^-p
 _TABLE_8, _IN_NO_PAPER = f"{_LNS_PAPER}, table 8", f"none: with the factor of {_LNS_PAPER}"
 
 
@@ -118,7 +118,7 @@ def _row(name: str, title: str, label: str, plan: _Plan, source: str, **more: An
 
 # x + f(N(x)); with LNS's factor: x + f(N(x) / sqrt(l))
 _row("preln", "Pre-LN", "Pre-LN", _always(Plan()), f"{_LNS_PAPER}, eq. 2-3", initialization="upstream")
-_row("lns", "LayerNorm Scaling", "Pre-LN + LNS", _with_factor("norm_scale"), f"{_LNS_PAPER}, eq. 12", parameters=_E)
+_row("lns", "LayerNorm Scaling", "Pre-LN + LNS", _with_factor("norm_scale"), f"{_LNS_PAPER}, eq. 12", parameters=_P)
 # N(x + f(x)); the model's final norm stays and the model ends in two norms, as in the papers' code
 _row("postln", "Post-LN", "Post-LN", _always(_POST_LN), f"{_MIX_LN_PAPER}, figure 1a")
 _row("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", parameters={"alpha": ALPHA})
@@ -126,29 +126,29 @@ _row("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2
 # x + N'(f(N(x))), also Peri-LN's block; with the factor: x + l^-exponent N'(f(N(x)))
 _row("sandwich", "Sandwich-LN", "Sandwich-LN", _always(Plan(branch=True)), "arXiv 2105.13290; arXiv 2502.02732")
 _plan = _with_factor("branch_scale", branch=True)
-_row("sandwich_depth", "Sandwich-LN with depth factor", "Sandwich-LN / l^0.5", _plan, _IN_NO_PAPER, parameters=_E)
+_row("sandwich_depth", "Sandwich-LN with depth factor", "Sandwich-LN / l^0.5", _plan, _IN_NO_PAPER, parameters=_P)
 # x + N(f(x)), OLMo's norm_after; with the factor: x + l^-exponent N(f(x))
 _plan = _always(Plan(pre=False, branch=True))
 _row("branchln", "Branch-LN", "OLMo 2's order", _plan, "arXiv 2501.00656, section 3")
 _plan = _with_factor("branch_scale", pre=False, branch=True)
-_row("branchln_depth", "Branch-LN with depth factor", "OLMo 2's order / l^0.5", _plan, _IN_NO_PAPER, parameters=_E)
+_row("branchln_depth", "Branch-LN with depth factor", "OLMo 2's order / l^0.5", _plan, _IN_NO_PAPER, parameters=_P)
 _row("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form")
 _source = f"{_LNS_PAPER}, table 7, made causal"
 _row("groupln", "Group-LN", "Group-LN", _group_ln, _source, parameters={"groups": GROUPS})
 _row("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", parameters={"start": START})
 _row("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", parameters={"start": START})
 # x + f(N(x / sqrt(l))): Pre-LN but for the norm's eps, since a norm cancels a factor
-_row("lnsbefore", "LNS before the norm", "LNS before LN", _with_factor("pre_scale"), _TABLE_8, parameters=_E)
+_row("lnsbefore", "LNS before the norm", "LNS before LN", _with_factor("pre_scale"), _TABLE_8, parameters=_P)
 # x + f(N(x)) / sqrt(l), in both sub-layers or one
 _plan = _with_factor("branch_scale")
-_row("lnsafterbranch", "LNS after attention and feed-forward", "LNS after Attn/FFN", _plan, _TABLE_8, parameters=_E)
+_row("lnsafterbranch", "LNS after attention and feed-forward", "LNS after Attn/FFN", _plan, _TABLE_8, parameters=_P)
 _plan = _with_factor("branch_scale", "attn")
-_row("lnsafterattn", "LNS after attention", "LNS after Attn", _plan, _TABLE_8, parameters=_E)
+_row("lnsafterattn", "LNS after attention", "LNS after Attn", _plan, _TABLE_8, parameters=_P)
 _plan = _with_factor("branch_scale", "ff")
-_row("lnsafterff", "LNS after feed-forward", "LNS after FFN", _plan, _TABLE_8, parameters=_E)
+_row("lnsafterff", "LNS after feed-forward", "LNS after FFN", _plan, _TABLE_8, parameters=_P)
 # (x + f(N(x))) / sqrt(l): Pre-LN whose branches grow with the running product of sqrt(l); it diverges
 _plan = _with_factor("stream_scale")
-_row("lnsafterresidual", "LNS after the residual addition", "LNS after residual", _plan, _TABLE_8, parameters=_E)
+_row("lnsafterresidual", "LNS after the residual addition", "LNS after residual", _plan, _TABLE_8, parameters=_P)
 
 #: Stock Pre-LN: the framework is not changed.
 PRE_LN = Scheme.of("preln")

@@ -14,21 +14,21 @@ from olmo_lns.errors import LNSError
 
 
 def test_loss_and_standard_error_equal_fp64_with_padding():
-    made, tokens, lengths = list(matrices(3, size=1.0)), ids(5, 9), np.array([9, 4, 7, 1, 2])
+    weights, tokens, lengths = list(matrices(3, size=1.0)), ids(5, 9), np.array([9, 4, 7, 1, 2])
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     batches = [{"input_ids": tokens[s], "attention_mask": mask[s].long()} for s in (slice(0, 2), slice(2, 5))]
-    result = drop_layers(Toy([Linear(m) for m in made]), None, batches)
+    result = drop_layers(Toy([Linear(m) for m in weights]), None, batches)
 
     def sums(kept):
         logits = Toy([Linear(m) for m in kept]).double()(tokens)[:, :-1]
         nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         return (nll * mask[:, 1:]).sum(1).detach().numpy()
 
-    whole, count = sums(made), np.maximum(lengths - 1, 0)
+    whole, count = sums(weights), np.maximum(lengths - 1, 0)
     assert result.details["baseline_loss"] == pytest.approx(whole.sum() / count.sum(), rel=1e-5)
     assert result.tokens == count.sum()
     for removed in range(3):
-        without = sums(made[:removed] + made[removed + 1 :])
+        without = sums(weights[:removed] + weights[removed + 1 :])
         assert result.blocks["loss"][removed] == pytest.approx(without.sum() / count.sum(), rel=1e-5)
         residual = (without - whole) - (without - whole).sum() / count.sum() * count
         stderr = math.sqrt((residual**2).sum() * 4 / 3) / count.sum()  # four sequences have a target
@@ -72,8 +72,8 @@ def test_a_loss_that_is_not_finite_and_a_block_that_did_not_run_are_refused():
 
 
 def test_a_compiled_block_is_removed_too():
-    made, tokens = list(matrices(3, size=1.0)), ids()
-    model = Toy([Linear(m) for m in made])
+    weights, tokens = list(matrices(3, size=1.0)), ids()
+    model = Toy([Linear(m) for m in weights])
     expected = drop_layers(model, None, [tokens])
     for block in model.stack:
         block.compile(backend="eager")

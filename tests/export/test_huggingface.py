@@ -30,8 +30,8 @@ def test_a_folder_of_ours_becomes_a_stock_model(kind, dtype, tmp_path, capsys):
     assert export(tmp_path / "lns", tmp_path / "out", "--dtype", dtype) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == kind and not any("lns" in str(item) for item in config.items())
-    made = getattr(transformers, type(stock(kind)).__name__).from_pretrained(tmp_path / "out").eval()
-    assert relative(output(made, kind), expected) <= (1e-5 if dtype == "fp32" else 0.05)
+    model = getattr(transformers, type(stock(kind)).__name__).from_pretrained(tmp_path / "out").eval()
+    assert relative(output(model, kind), expected) <= (1e-5 if dtype == "fp32" else 0.05)
     assert verify(tmp_path / "lns", tmp_path / "out") == 0
     apply(stock(kind), "lns:exponent=0.3", initialization="upstream").save_pretrained(tmp_path / "other")
     capsys.readouterr()
@@ -50,8 +50,8 @@ def test_a_stock_llama_that_was_trained_with_lns_elsewhere(tmp_path, capsys):
     expected = output(hooked("llama", model), "llama")
     assert "--scheme lns" in refused(capsys, folder, tmp_path / "out")
     assert export(folder, tmp_path / "out", "--scheme", "lns") == 0
-    made = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert relative(output(made, "llama"), expected) <= 1e-5
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert relative(output(model, "llama"), expected) <= 1e-5
     assert relative(output(open_model(folder, scheme="lns"), "llama"), expected) <= 1e-5
     assert verify(folder, tmp_path / "out", "--scheme", "lns") == 0
     assert verify(folder, tmp_path / "out") == 1  # Pre-LN is another model

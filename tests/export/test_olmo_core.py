@@ -24,12 +24,12 @@ def trained(tmp_path, monkeypatch):
     """Save weights and config.json as OLMo-core's trainer does; gives the folder and the model's logits."""
     monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
 
-    def make(made, built=None, name="step1"):
-        built = small.model(made).eval() if built is None else built
+    def make(model_config, built=None, name="step1"):
+        built = small.model(model_config).eval() if built is None else built
         folder = tmp_path / name
         save_model_and_optim_state(folder / "model_and_optim", built, save_overwrite=True)
         tokenizer = {"vocab_size": 60, "eos_token_id": 0, "pad_token_id": 1, "identifier": None}
-        config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
+        config = {"model": model_config.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
         (folder / "config.json").write_text(json.dumps(config))
         return folder, logits(built, small.TOKENS)
 
@@ -38,8 +38,8 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", ["default", "reordered_norm", "moe", "moe_hybrid"])
 def test_stock_olmo_core_and_transformers_compute_the_same(block, trained, tmp_path):
-    made = small.config(block, **{"n_kv_heads": 2} if block == "default" else {})
-    folder, expected = trained(small.with_scheme(made, exponent=0.25))
+    model_config = small.config(block, **{"n_kv_heads": 2} if block == "default" else {})
+    folder, expected = trained(small.with_scheme(model_config, exponent=0.25))
     assert relative(logits(open_model(folder), small.TOKENS), expected) == 0
     if block == "default":
         assert export(folder, tmp_path / "hf", "--format", "hf") == 0 and verify(folder, tmp_path / "hf") == 0
@@ -59,9 +59,9 @@ def test_stock_olmo_core_and_transformers_compute_the_same(block, trained, tmp_p
 
 def clipped():
     """A clip that the tokens of a comparison don't reach."""
-    made = small.config()
-    made.block.sequence_mixer.clip_qkv = 100.0
-    return made
+    model_config = small.config()
+    model_config.block.sequence_mixer.clip_qkv = 100.0
+    return model_config
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_nothing_to_fold_and_a_missing_weight_are_named(trained, tmp_path, capsy
 
 
 def default_scaled():
-    made = small.config()
-    made.block.name = type(made.block.name)("default_scaled")
-    return made
+    model_config = small.config()
+    model_config.block.name = type(model_config.block.name)("default_scaled")
+    return model_config
 
 
 @pytest.mark.parametrize("buffers", [False, True])
@@ -116,10 +116,10 @@ def test_default_scaled_with_other_factors_is_refused(trained, tmp_path, capsys)
 
 def test_a_checkpoint_is_analyzed_under_its_scheme(trained, tmp_path):
     """The variance is that of the blocks' outputs."""
-    made = small.with_scheme(small.config())
-    model, ids = small.model(made).eval(), np.random.default_rng(0).integers(2, 60, 64).astype(np.uint16)
+    model_config = small.with_scheme(small.config())
+    model, ids = small.model(model_config).eval(), np.random.default_rng(0).integers(2, 60, 64).astype(np.uint16)
     ids.tofile(tmp_path / "ids.npy")
-    words = ["--model", trained(made, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32]
+    words = ["--model", trained(model_config, model)[0], "--data", tmp_path / "ids.npy", "--sequence-length", 32]
     assert main(["analyze", "variance", *map(str, words), "--device", "cpu", "-o", str(tmp_path / "out.json")]) == 0
     outputs = []
     for block in model.blocks.values():

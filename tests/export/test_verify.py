@@ -13,7 +13,7 @@ from support.exports import export, save_olmo, verify
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def exports(tmp_path_factory):
     """A checkpoint with exports in fp32 and bf16 for transformers, and one for OLMo."""
     place = tmp_path_factory.mktemp("verify")
     save_olmo(place / "run", layer_norm_type="lns_rms")
@@ -28,8 +28,8 @@ NORM = "model.layers.2.post_attention_layernorm.weight"
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", ["thousandth", "nan", "missing", "unfolded"])
-def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
-    shutil.copytree(made / dtype, tmp_path / "out")
+def test_a_wrong_weight_is_found(exports, dtype, change, tmp_path, capsys):
+    shutil.copytree(exports / dtype, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     weights = load_file(path)
     if change == "missing":
@@ -39,7 +39,7 @@ def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
     else:
         weights[NORM][5] = torch.nan if change == "nan" else weights[NORM][5].float() * 1.02
     save_file(weights, path, {"format": "pt"})
-    assert verify(made / "run", tmp_path / "out") == 1
+    assert verify(exports / "run", tmp_path / "out") == 1
     printed = capsys.readouterr()
     assert NORM in printed.out + printed.err and "PASS" not in printed.out
 
@@ -54,23 +54,23 @@ def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
         ("max_position_embeddings", 8),
     ],
 )
-def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
+def test_a_wrong_setting_is_found(exports, setting, value, tmp_path, capsys):
     """A window or a limit changes nothing within a short prompt, so that only the config tells."""
-    shutil.copytree(made / "fp32", tmp_path / "out")
+    shutil.copytree(exports / "fp32", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     if setting == "rope_theta" and "rope_parameters" in config:
         config["rope_parameters"]["rope_theta"] = value
     config[setting] = value
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    assert verify(made / "run", tmp_path / "out") == 1
+    assert verify(exports / "run", tmp_path / "out") == 1
     assert f"{setting} is {value!r}" in capsys.readouterr().out
 
 
-def test_what_is_no_pair_is_refused(made, capsys):
+def test_what_is_no_pair_is_refused(exports, capsys):
     for one, other, reason in (
-        (made / "olmo", made / "run", "still needs its factor"),
-        (made / "fp32", made / "olmo", "is never exported as"),
-        (made / "run", "nothing/relative", "no such folder"),  # no name of the hub
+        (exports / "olmo", exports / "run", "still needs its factor"),
+        (exports / "fp32", exports / "olmo", "is never exported as"),
+        (exports / "run", "nothing/relative", "no such folder"),  # no name of the hub
     ):
         assert verify(one, other) == 1
         assert reason in capsys.readouterr().err

@@ -113,9 +113,9 @@ BLOCK_4_OF_16 = {
 
 @pytest.mark.parametrize("spelling", BLOCK_4_OF_16)
 def test_each_spelling_gives_its_plan(spelling):
-    scheme, wanted = parse(spelling), BLOCK_4_OF_16[spelling]
+    scheme, expected = parse(spelling), BLOCK_4_OF_16[spelling]
     found = tuple(scheme.plan(4, 16, sub_layer) for sub_layer in SUB_LAYERS)
-    assert str(scheme) == spelling and found == (wanted if isinstance(wanted, tuple) else (wanted, wanted))
+    assert str(scheme) == spelling and found == (expected if isinstance(expected, tuple) else (expected, expected))
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_equal_shares_are_fetched_and_a_partial_file_is_continued(served, capsys
     Ranges.cut = None
     assert call(served) == 0
     for name, source, count in (("a", 0, 8192), ("b", 1, 8192), ("heldout/c", 2, 5000)):
-        wanted = (served / "www" / f"{source}.npy").read_bytes()[: 2 * count]
-        assert (served / "out" / f"{name}.npy").read_bytes() == wanted
+        expected = (served / "www" / f"{source}.npy").read_bytes()[: 2 * count]
+        assert (served / "out" / f"{name}.npy").read_bytes() == expected
     assert not list((served / "out").rglob("*.part")) and "export OLMO_DATA_DIR=" in capsys.readouterr().out
     assert call(served) == 0 and commands.main(["check", str(served / "out"), "--budget", "16384"]) == 0
     with pytest.raises(LNSConfigError, match=r"a.npy: 16,384 bytes, expected 8,192 of http\S+: remove the file"):

@@ -45,24 +45,24 @@ def run(code, *arguments, path=None, cwd=None, first="", start=(), **changes):
         environment |= dict(start)
         command = [sys.executable, "-W", "ignore", "-c", f"{first}\n{code}", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=900)
-    asked = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
-    asked |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
+    requested = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
+    requested |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
     server = _server(first, tuple(dict(start).items()))
-    print(json.dumps(asked), file=server.stdin, flush=True)
+    print(json.dumps(requested), file=server.stdin, flush=True)
     returncode, stdout, stderr = json.loads(server.stdout.readline())
-    return subprocess.CompletedProcess(asked["argv"], returncode, stdout, stderr)
+    return subprocess.CompletedProcess(requested["argv"], returncode, stdout, stderr)
 
 
-def _child(asked):
+def _child(requested):
     os.environ.clear()
-    os.environ.update(asked["env"])
-    os.chdir(asked["cwd"])
-    sys.argv, sys.path[0] = asked["argv"], ""
-    sys.path[:0] = [asked["path"]] if asked["path"] else []
+    os.environ.update(requested["env"])
+    os.chdir(requested["cwd"])
+    sys.argv, sys.path[0] = requested["argv"], ""
+    sys.path[:0] = [requested["path"]] if requested["path"] else []
     main = sys.modules["__main__"] = type(sys)("__main__")
     main.__builtins__ = __builtins__
     try:
-        exec(compile(asked["code"], "<string>", "exec"), vars(main))
+        exec(compile(requested["code"], "<string>", "exec"), vars(main))
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)

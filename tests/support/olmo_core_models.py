@@ -31,24 +31,24 @@ def config(block="default", norm=None, **kwargs):
     if block.startswith("moe"):
         common |= dict(num_experts=4, top_k=2, expert_hidden_size=16, dropless=True)
         common |= dict(hybrid="hybrid" in block, reordered_norm="reordered" in block)
-        made = TransformerConfig.llama_like_moe(**{**common, **kwargs})
+        model_config = TransformerConfig.llama_like_moe(**{**common, **kwargs})
         if "hybrid" in block:  # llama_like_moe forgets it
-            made.block.feed_forward = FeedForwardConfig(hidden_size=48, bias=False)
+            model_config.block.feed_forward = FeedForwardConfig(hidden_size=48, bias=False)
     else:
-        made = TransformerConfig.llama_like(**{**common, **kwargs}, block_name=block)
+        model_config = TransformerConfig.llama_like(**{**common, **kwargs}, block_name=block)
     if norm is not None:
-        made.block.layer_norm = LayerNormConfig(**norm)
-    return made
+        model_config.block.layer_norm = LayerNormConfig(**norm)
+    return model_config
 
 
-def with_scheme(made, **fields):
+def with_scheme(model_config, **fields):
     """A copy of a config under the scheme that belongs to its block type."""
-    return apply(copy.deepcopy(made), **{"scheme": SCHEMES[str(made.block.name)][0], **fields})
+    return apply(copy.deepcopy(model_config), **{"scheme": SCHEMES[str(model_config.block.name)][0], **fields})
 
 
-def model(made, *, seed=1):
+def model(model_config, *, seed=1):
     """Build on meta and draw, as OLMo-core's train modules do; then move gains and biases off 1 and 0."""
-    built = made.build(init_device="meta")
+    built = model_config.build(init_device="meta")
     cpu = torch.device("cpu")
     built.init_weights(max_seq_len=TOKENS.shape[1], max_local_microbatch_size=TOKENS.numel(), device=cpu)
     if seed is not None:

@@ -19,12 +19,12 @@ def everything(blocks):
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     for block in blocks:
-        made = small.with_scheme(small.config(block))
-        reference = small.model(made, seed=None)
+        config = small.with_scheme(small.config(block))
+        reference = small.model(config, seed=None)
         small.loss_of(reference(small.TOKENS)).backward()
         for name, check in CHECKS.items():
             print(block, name, flush=True)  # shown beside an error
-            check(made, reference)
+            check(config, reference)
             dist.barrier()
 
 
@@ -54,15 +54,15 @@ WRAPPED = {
 }
 
 
-def _wrapped(name, made, reference):
+def _wrapped(name, config, reference):
     """Drawn weights, logits and gradients equal those of one process."""
-    built = made.build(**({} if name == "ddp" else {"init_device": "meta"}))
+    built = config.build(**({} if name == "ddp" else {"init_device": "meta"}))
     WRAPPED[name](built)
     _drawn(built)
     wanted = dict(reference.named_parameters())
     for name, parameter in built.named_parameters():
         torch.testing.assert_close(get_full_tensor(parameter.detach()), wanted[name].detach(), rtol=0, atol=0)
-    sites.check(built, made.block.resolved_scheme, small.LAYERS)
+    sites.check(built, config.block.resolved_scheme, small.LAYERS)
     logits = get_full_tensor(built(small.TOKENS))
     torch.testing.assert_close(logits, reference(small.TOKENS), rtol=1e-5, atol=1e-6)
     small.loss_of(logits).backward()
@@ -70,11 +70,11 @@ def _wrapped(name, made, reference):
         torch.testing.assert_close(get_full_tensor(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-6)
 
 
-def _pipeline(made, reference):
+def _pipeline(config, reference):
     """A stage as OLMo-core makes it: a copy of the model without the blocks of the other stages."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    part = copy.deepcopy(made.build(init_device="meta"))
-    for index in range(made.n_layers):
+    part = copy.deepcopy(config.build(init_device="meta"))
+    for index in range(config.n_layers):
         if index != rank:
             del part.blocks[str(index)]
     if rank > 0:
@@ -83,7 +83,7 @@ def _pipeline(made, reference):
         part.lm_head = None
     whole = reference.state_dict()
     part.load_state_dict({name: whole[name] for name in _drawn(part).state_dict()})
-    sites.check(part, made.block.resolved_scheme, made.n_layers, layer_numbers=[rank + 1])
+    sites.check(part, config.block.resolved_scheme, config.n_layers, layer_numbers=[rank + 1])
     h = torch.empty(*small.TOKENS.shape, small.WIDTH)
     if rank:
         dist.recv(h, rank - 1)
@@ -95,11 +95,11 @@ def _pipeline(made, reference):
         torch.testing.assert_close(out, reference(small.TOKENS), rtol=1e-6, atol=1e-6)
 
 
-def _context_parallel(made, reference):
+def _context_parallel(config, reference):
     """Ulysses: each rank has a part of the sequence outside attention, and a part of the heads inside."""
-    built = made.build(init_device="meta")
+    built = config.build(init_device="meta")
     built.apply_cp(_mesh(4, mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
-    sites.check(_drawn(built), made.block.resolved_scheme, small.LAYERS)
+    sites.check(_drawn(built), config.block.resolved_scheme, small.LAYERS)
     rank, length = dist.get_rank(), small.TOKENS.shape[1] // 4
     part = slice(rank * length, (rank + 1) * length)
     expected = reference(small.TOKENS)

@@ -64,7 +64,7 @@ class Settings:
         return Scheme.of(LNS.name, exponent=self.layernorm_scaling_exponent) if active else PRE_LN
 
     @property
-    def words(self) -> str:
+    def flags(self) -> str:
         """The command-line options for these settings."""
         values = zip(FLAGS, vars(self).values(), vars(Settings()).values(), strict=True)
         changed = [(flag, value) for flag, value, default in values if value != default]
@@ -84,7 +84,7 @@ class Settings:
         except ValueError as error:
             raise LNSConfigError(f"{FLAGS[1]}: {error}") from None
         if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Settings():
-            raise LNSConfigError(f"{self.words} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
+            raise LNSConfigError(f"{self.flags} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
         return self
 
 
@@ -112,8 +112,8 @@ def variables(flags: Sequence[str]) -> dict[str, str]:
     >>> variables(["--tensor-model-parallel-size", "2"])
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
-    words = [part for flag in flags for part in flag.split("=", 1)]
+    arguments = [part for flag in flags for part in flag.split("=", 1)]
     is_parallel = any(
-        value.isdecimal() and int(value) > 1 for flag, value in pairwise(words) if flag in _ONE_CONNECTION
+        value.isdecimal() and int(value) > 1 for flag, value in pairwise(arguments) if flag in _ONE_CONNECTION
     )
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_parallel and not set(words) & set(_MORE_CONNECTIONS) else {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_parallel and not set(arguments) & set(_MORE_CONNECTIONS) else {}

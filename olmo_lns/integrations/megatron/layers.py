@@ -33,13 +33,13 @@ _PLACES = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-_PAST = "it reads the norm's parameters without calling the norm"
+_BYPASSED = "it reads the norm's parameters without calling the norm"
 _NO_STREAM = "hyper-connections have no single residual stream"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
 #: Attribute of the config -> the reason against LayerNorm Scaling with it.
 _REFUSED = {
-    "use_transformer_engine_op_fuser": _PAST,
-    "inference_fuse_tp_communication": _PAST,
+    "use_transformer_engine_op_fuser": _BYPASSED,
+    "inference_fuse_tp_communication": _BYPASSED,
     "enable_mhc_connections": _NO_STREAM,
     "enable_hyper_connections": _NO_STREAM,
     "heterogeneous_block_specs": _NO_DEPTH,
@@ -53,25 +53,25 @@ _OTHER = re.compile(
 )
 #: Residual output projections, by the ends of their weights' names.
 _OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
-def say(line: str) -> None:
+def print_once(line: str) -> None:
     """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
-    if int(os.environ.get("RANK", "0")) == 0 and line not in _said:
-        _said.add(line)
+    if int(os.environ.get("RANK", "0")) == 0 and line not in _printed:
+        _printed.add(line)
         print(f"olmo-lns: {line}", flush=True)
 
 
 def check_config(config: Any) -> None:
     """Check a config. :raises LNSConfigError: a setting that LayerNorm Scaling does not support."""
     check_environment()
-    refused = {name: why for name, why in _REFUSED.items() if getattr(config, name, None)}
+    refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
     if getattr(config, "transformer_impl", "") == "inference_optimized":
-        refused["transformer_impl"] = _PAST
-    for name, why in refused.items():
-        found = f"{name}={getattr(config, name)!r}"
-        raise LNSConfigError(f"LayerNorm Scaling does not support {found}: {why}. Switch one of them off.")
+        refused["transformer_impl"] = _BYPASSED
+    for name, reason in refused.items():
+        setting = f"{name}={getattr(config, name)!r}"
+        raise LNSConfigError(f"LayerNorm Scaling does not support {setting}: {reason}. Switch one of them off.")
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -87,8 +87,8 @@ def models_in(module: nn.Module) -> list[Any]:
     :raises LNSConfigError: ``module`` is wrapped or compiled.
     """
     anything.refuse_wrappers(module)
-    found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
-    return found or [module]
+    models = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
+    return models or [module]
 
 
 def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
@@ -113,21 +113,23 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
             norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
         checked = check_initialization(model, config) if drawn else []
     if not located:
-        say("LayerNorm Scaling on: no block in this process")
+        print_once("LayerNorm Scaling on: no block in this process")
         return 0
     fused = [norms.is_fused(module) for module, _, _ in located]
     gradients = ["gradient"] if not any(fused) else ["gradient where no linear layer is fused"]
     measured = ["output", *([] if all(fused) else gradients)]
     local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
-    words = "weights as they were"
+    initialization = "weights as they were"
     if drawn and settings.scaled_init_off:
         width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
-        words = f"scaled initialization off (output projections: init_method{width})"
+        initialization = f"scaled initialization off (output projections: init_method{width})"
     elif drawn:
-        words = "scaled initialization kept (std/sqrt(2L) for output projections)"
+        initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
     norm = str(getattr(config, "normalization", ""))
     measured += checked
-    say(sites.start_up_line(model, blocks, measured=measured, here=local, norm=norm, initialization=words))
+    print_once(
+        sites.start_up_line(model, blocks, measured=measured, here=local, norm=norm, initialization=initialization)
+    )
     return len(located)
 
 
@@ -181,7 +183,9 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
     for module in (sub_layer_module, *(getattr(sub_layer_module, name, None) for name in fused)):
         for base in type(module).__mro__:
             if base.__name__.startswith(("TEFusedMLP", "Inference")):
-                raise _refuse(layer, f"has a {base.__name__} in its {sub_layer_name}, and {_PAST}. Use another spec")
+                raise _refuse(
+                    layer, f"has a {base.__name__} in its {sub_layer_name}, and {_BYPASSED}. Use another spec"
+                )
     candidates = {f"{sub_layer_name}.{name}": getattr(sub_layer_module, name, None) for name in fused}
     present: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
     if not _is_absent(standalone := getattr(layer, norm, None)):
@@ -235,7 +239,7 @@ def _refuse(layer: Any, problem: str) -> LNSConfigError:
 
 
 def check_initialization(model: Any, config: Any) -> list[str]:
-    """Check the initialization of the residual output projections; return the check in words.
+    """Check the initialization of the residual output projections; return the kind of check for the start-up line.
 
     :raises MeasurementError: the found and the expected standard deviation.
     """

@@ -44,7 +44,7 @@ def model_init(original: Function) -> Function:
                 layers.attach(self, settings, drawn=True)
         elif settings.no_scaled_init:
             measured = ", ".join(layers.check_initialization(self, config))
-            layers.say(f"scaled initialization off (output projections: init_method); measured: {measured}")
+            layers.print_once(f"scaled initialization off (output projections: init_method); measured: {measured}")
 
     return __init__
 
@@ -63,7 +63,7 @@ def config_from_args(original: Function) -> Function:
             return config
         require("megatron.")
         if _is_teacher(args):
-            layers.say("ModelOpt's teacher: no LayerNorm Scaling")
+            layers.print_once("ModelOpt's teacher: no LayerNorm Scaling")
         else:
             mark(config, settings)
         return config
@@ -92,7 +92,7 @@ def model_built(original: Function) -> Function:
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
         marked = {found for found in map(Settings.of, configs) if found != Settings()}
         applied_settings = [found for found in marked if found.layernorm_scaling]
-        flags = requested.words or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
+        flags = requested.flags or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
         if requested.layernorm_scaling:
             _check_stages(chunks, requested)
         elif flags and not marked:
@@ -104,8 +104,8 @@ def model_built(original: Function) -> Function:
         elif applied_settings:
             _check_stages(chunks, applied_settings[0])
             applied_settings[0].store(_running())
-            layers.say(
-                f"{applied_settings[0].words}: not given, but applied to the model; checkpoints of this run record it"
+            layers.print_once(
+                f"{applied_settings[0].flags}: not given, but applied to the model; checkpoints of this run record it"
             )
         return result
 
@@ -122,7 +122,7 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
             sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
     except Exception as error:
         problem = str(error)
-    probe.agree(problem)
+    probe.raise_on_every_rank(problem)
     sites_by_rank = [sites_here]
     if dist.is_initialized():
         sites_by_rank = [[] for _ in range(dist.get_world_size())]
@@ -151,10 +151,10 @@ def load_args(original: Function) -> Function:
         result = original(args, *rest, **kwargs)
         # Not a tuple: no checkpoint, or one without arguments. If a mismatch is allowed, the command line wins.
         saved = Settings.of_saved(result[1]) if isinstance(result, tuple) else Settings()
-        given = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
-        if not given and Settings.of(args) == Settings() != saved and not is_set(ALLOW_MISMATCH):
+        has_flags = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
+        if not has_flags and Settings.of(args) == Settings() != saved and not is_set(ALLOW_MISMATCH):
             saved.store(args)
-            layers.say(f"from the checkpoint's arguments: {saved.words}")
+            layers.print_once(f"from the checkpoint's arguments: {saved.flags}")
         return result
 
     return load_args_from_checkpoint
@@ -208,7 +208,7 @@ def compare(saved: Any, running: Settings, source: object) -> None:
     :raises CheckpointMismatchError: the schemes differ.
     """
     settings = Settings.of_saved(saved)
-    flags = settings.words if settings.layernorm_scaling else f"without {FLAGS[0]}"
+    flags = settings.flags if settings.layernorm_scaling else f"without {FLAGS[0]}"
     scheme: Scheme | None = None if saved is None else settings.scheme
     require_same(scheme, running.scheme, source=source, setting=lambda scheme: flags)
 

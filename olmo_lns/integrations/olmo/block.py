@@ -221,7 +221,7 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
     twin = probe.twin(narrow_block)
     with torch.no_grad():
         stock = twin(x, attention_bias=None)[0]
-        become(twin, dict.fromkeys(SUB_LAYERS, Plan()))
+        replace_forward(twin, dict.fromkeys(SUB_LAYERS, Plan()))
         error = float((twin(x, attention_bias=None)[0] - stock).norm() / stock.norm())
     if not error < probe.SAME:
         raise MeasurementError(
@@ -245,8 +245,8 @@ def _narrow(block: Any) -> Any:
         return type(block)(block.layer_id, replace(block.config, **narrow), BufferCache())
 
 
-def become(block: Any, plans: dict[str, Plan]) -> None:
-    """Turn ``block`` into a :class:`SchemeBlock` of ``plans``, in place."""
+def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
+    """Change ``block`` in place to a :class:`SchemeBlock`, whose forward computes ``plans``."""
     block.lns_plans, block.lns_constants = plans, {}
     for sub_layer, plan in plans.items():
         block.lns_constants[sub_layer] = constants = dict[str, Any]()
@@ -257,7 +257,7 @@ def become(block: Any, plans: dict[str, Plan]) -> None:
 
 
 def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
-    """Turn a block that OLMo has built into the block of ``scheme``, in place.
+    """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
     :raises MeasurementError: a norm cannot be scaled.
@@ -287,4 +287,4 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
-    become(block, {site.sub_layer: site.plan for site in block_sites})
+    replace_forward(block, {site.sub_layer: site.plan for site in block_sites})

@@ -38,10 +38,10 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         selected = not scheme.is_pre_ln or initialization != "upstream"
         if selected:
             types.require_supported(config)
-        drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
+        weights_drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with types.stock(config):
             init(self, config, *args, **kwargs)
-            measured = _apply(self, scheme, initialization, drawn) if selected else []
+            measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
         config.lns_built = True
         if selected:
             log.info("%s", _line(self, scheme, initialization, measured))
@@ -49,7 +49,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list[str]:
+def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> list[str]:
     """Attach the requested scheme to a model that OLMo has just built.
 
     :param drawn: true if OLMo has drawn the weights. :returns: the measured parts.
@@ -66,7 +66,7 @@ def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list
             sites.check(model, scheme, model.config.n_layers)
             measured = ["output", "gradient", "block"] if keeps_forward else ["block"]
         model.lns_initialization = initialization
-        if drawn and _finish_draw(model):
+        if weights_drawn and _finish_draw(model):
             measured.append("initialization")
     except (AttributeError, TypeError) as error:
         raise UpstreamChangedError(
@@ -78,11 +78,11 @@ def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list
 
 def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) -> str:
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
-    drawn = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
+    text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
-        return f"Pre-LN; {drawn}; measured: {', '.join(measured) or 'nothing yet'}"
+        return f"Pre-LN; {text}; measured: {', '.join(measured) or 'nothing yet'}"
     line = sites.start_up_line
-    return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=drawn)
+    return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -187,7 +187,7 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     except MeasurementError as error:
         problem = str(error)
     if numbered[0].attn_out.weight.dim() == 1:  # a shard of FSDP
-        probe.agree(problem)
+        probe.raise_on_every_rank(problem)
     if problem:
         raise MeasurementError(problem)
     return measured

@@ -72,10 +72,12 @@ def requested(config: Any) -> tuple[Scheme, str]:
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
     sources = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
     sources["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
-    given = {words: value for words, value in sources.items() if value}
-    if (ours and len(given) > 1) or len(set(given.values())) > 1:
-        raise LNSConfigError(f"{' and '.join(given)} contradict each other: unset the variable, or leave the call out.")
-    return scheme, next(iter(given.values()), str(scheme.definition.initialization))
+    requests = {origin: value for origin, value in sources.items() if value}
+    if (ours and len(requests) > 1) or len(set(requests.values())) > 1:
+        raise LNSConfigError(
+            f"{' and '.join(requests)} contradict each other: unset the variable, or leave the call out."
+        )
+    return scheme, next(iter(requests.values()), str(scheme.definition.initialization))
 
 
 @contextmanager

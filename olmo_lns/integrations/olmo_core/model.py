@@ -48,13 +48,14 @@ def report(model: Any, n_layers: int) -> None:
     settings.check()
     sites.check(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
-    drawn = " and ".join(sorted({block.lns_initialization for block in blocks}))
+    initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
     line = sites.start_up_line(
         model,
         n_layers,
         measured=["output", "gradient", *(["block"] if all(block.lns_probed for block in blocks) else [])],
         norm=next(type(module).__name__ for _, module, _ in sites.sites(model)),
-        initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}.get(drawn, drawn),
+        initialization="scaled initialization "
+        + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )
     log.info("%s", line)
 

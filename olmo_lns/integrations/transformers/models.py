@@ -82,7 +82,7 @@ class SchemeModel(SchemeClass):
         """Load as transformers does, then measure. :raises CheckpointMismatchError: another scheme in ``config=``."""
         if hasattr(kwargs.get("config"), "model_type") and name is not None:
             running = scheme_of(kwargs["config"])
-            require_same(saved_scheme(name, **kwargs), running, source=name, setting=in_words)
+            require_same(saved_scheme(name, **kwargs), running, source=name, setting=describe_setting)
         token = _loading.set(True)
         try:
             result = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
@@ -123,8 +123,8 @@ def scheme_of(config: Any) -> Scheme:
     return parse(config.lns) if isinstance(config, SchemeConfig) else PRE_LN
 
 
-def in_words(scheme: Scheme) -> str:
-    """Return the way to run ``scheme``, in words."""
+def describe_setting(scheme: Scheme) -> str:
+    """Describe the way to load a model under ``scheme``, for a message."""
     return "a stock class" if scheme.is_pre_ln else f'an Auto class, without config=, whose config says lns="{scheme}"'
 
 
@@ -198,11 +198,13 @@ def measure(
         measured = anything.attach(model, stack, scheme, folded)
         gains = [p.detach().flatten() for _, norm, _ in sites.sites(model) for p in norm.parameters()]
         fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
-        words = drawn(model, stack.blocks, plain=initialization == "plain" and fresh)
+        initialization_text = settle_initialization(model, stack.blocks, plain=initialization == "plain" and fresh)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
-    anything.report(model, stack, [*measured, "initialization"] if words else measured, words)
+    anything.report(
+        model, stack, [*measured, "initialization"] if initialization_text else measured, initialization_text
+    )
     return names
 
 
@@ -252,8 +254,8 @@ def by_names(model: Any, norms: dict[str, Any]) -> Stack:
     return Stack(name, blocks, block_names, int(width))
 
 
-def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
-    """Name the initialization of the blocks' matrices; ``""`` for loaded weights and for an unknown rule.
+def settle_initialization(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
+    """Describe the initialization of the blocks' matrices; return ``""`` for loaded weights and for an unknown rule.
 
     :param plain: remove the depth factor from fresh weights that have it.
     :raises MeasurementError: a family that is known to have it draws a matrix by another rule.
@@ -301,5 +303,5 @@ def plain_initialization(model: Any) -> None:
     """Remove the depth factor from a fresh stock model. :raises LNSConfigError: its initialization is not known."""
     with anything.undisturbed(model):
         blocks = anything.find_blocks(model, anything.forward(model, usual_example(model))).blocks
-    if drawn(model, blocks, plain=True) != "scaled initialization off":
+    if settle_initialization(model, blocks, plain=True) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that are not freshly drawn, or by another rule.")

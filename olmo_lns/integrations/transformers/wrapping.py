@@ -63,12 +63,12 @@ def find_models(module: Any) -> None:
 
     def compare(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            given = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
-            if given is not None and _stock_type(given) is None and Path(str(name)).is_dir():
-                from olmo_lns.integrations.transformers.models import in_words, saved_scheme
+            model_type = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
+            if model_type is not None and _stock_type(model_type) is None and Path(str(name)).is_dir():
+                from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
 
                 saved = saved_scheme(str(name), local_files_only=True)
-                require_same(saved, PRE_LN, source=name, setting=in_words)
+                require_same(saved, PRE_LN, source=name, setting=describe_setting)
             return original(cls, name, *args, **kwargs)
 
         return from_pretrained
@@ -79,13 +79,13 @@ def find_models(module: Any) -> None:
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
 
 
-def _scheme_class(found: Any) -> Any:
+def _scheme_class(stock_class: Any) -> Any:
     """Return the scheme class of a stock model class; a tokenizer or processor unchanged."""
     from olmo_lns.integrations.transformers.models import scheme_class
 
     # By name: transformers.modeling_utils may have been reloaded since the class was made.
-    base_names = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(found, "__mro__", ())}
-    return scheme_class(found) if "transformers.modeling_utils.PreTrainedModel" in base_names else found
+    base_names = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(stock_class, "__mro__", ())}
+    return scheme_class(stock_class) if "transformers.modeling_utils.PreTrainedModel" in base_names else stock_class
 
 
 def convert_weights(module: Any) -> None:
@@ -122,7 +122,7 @@ def compare_on_resume(module: Any) -> None:
 
     def make(train: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            from olmo_lns.integrations.transformers.models import in_words, saved_scheme
+            from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
             from olmo_lns.sites import read_back
 
             if getattr(self.model, "config", None) is None:  # not a model of transformers
@@ -133,7 +133,7 @@ def compare_on_resume(module: Any) -> None:
                 folder = module.get_last_checkpoint(self.args.output_dir)
             if folder and not Path(folder, "adapter_config.json").is_file():
                 saved = saved_scheme(str(folder), local_files_only=True)
-                require_same(saved, running, source=folder, setting=in_words)
+                require_same(saved, running, source=folder, setting=describe_setting)
             if not running.is_pre_ln:
                 self.pop_callback(SaveConfig)
                 self.add_callback(SaveConfig)

@@ -18,4 +18,4 @@ def megatron():
 def fresh_messages():
     from olmo_lns.integrations.megatron import layers
 
-    layers._said.clear()
+    layers._printed.clear()

@@ -23,12 +23,12 @@ def test_mtp_layers_continue_the_numbers_of_the_blocks():
         spec = tiny.local_spec(cfg)
         return tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False))
 
-    how = {"mtp_num_layers": 2, "init_method_std": 0.2}
+    options = {"mtp_num_layers": 2, "init_method_std": 0.2}
     try:
-        stock = hooked(model_of(tiny.config(**how)))
+        stock = hooked(model_of(tiny.config(**options)))
     except TypeError as error:
         pytest.skip(f"this Megatron builds no MTP layers without Transformer Engine: {error}")
-    model = model_of(tiny.under(**how))
+    model = model_of(tiny.under(**options))
     stock.load_state_dict(model.state_dict())
     for number, mtp in enumerate(stock.mtp.layers, start=tiny.LAYERS + 1):
         layer = getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer
@@ -51,13 +51,13 @@ def test_under_multi_latent_attention_only_the_two_norms_of_the_layer_are_scaled
 
     if not isinstance(getattr(multi_latent_attention, "TELinear", Core), type):  # 0.16 needs it even without TE
         monkeypatch.setattr(multi_latent_attention, "TELinear", Core)
-    how = dict(
+    options = dict(
         kind=MLATransformerConfig, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=8,
         kv_channels=8, rope_type="rope", apply_rope_fusion=False, qk_layernorm=True, init_method_std=0.2,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Core
-    model, stock = tiny.model_of(spec, **how), tiny.build(tiny.config(**how), spec)
+    model, stock = tiny.model_of(spec, **options), tiny.build(tiny.config(**options), spec)
     stock.load_state_dict(model.state_dict())
     assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
     tiny.assert_same_step(model, hooked(stock))
@@ -209,13 +209,13 @@ class Squared(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", [Squared, TEFusedResidualRMSNorm])
 def test_of_a_norm_that_also_returns_the_residual_the_output_alone_is_scaled(kind):
-    how = () if kind is Squared else (tiny.HIDDEN,)
+    options = () if kind is Squared else (tiny.HIDDEN,)
     model = tiny.build(tiny.config())
-    norm = model.decoder.layers[3].input_layernorm = kind(*how)
+    norm = model.decoder.layers[3].input_layernorm = kind(*options)
     apply(model)
     y, residual = norm(x := torch.randn(2, tiny.HIDDEN))
     assert residual is x
-    torch.testing.assert_close(y, 0.5 * kind(*how)(x)[0])
+    torch.testing.assert_close(y, 0.5 * kind(*options)(x)[0])
 
 
 def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied():

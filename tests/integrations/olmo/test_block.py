@@ -150,7 +150,7 @@ def test_our_forward_with_the_plan_of_pre_ln_equals_olmos_own_to_the_bit(changes
     stock = build(layer_norm_type="rms", residual_dropout=0.1, **changes).train()
     ours, ids = copy.deepcopy(stock), tokens()
     for block in blocks_of(ours):
-        blocks.become(block, dict.fromkeys(("attn", "ff"), Plan()))
+        blocks.replace_forward(block, dict.fromkeys(("attn", "ff"), Plan()))
     found = []
     for model in (stock, ours):
         torch.manual_seed(0)  # dropout

@@ -41,8 +41,8 @@ def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, o
     with caplog.at_level("INFO", logger="olmo_lns"):
         config = TrainConfig.load(write(tmp_path, named), overrides)
     assert config.model.layer_norm_type is LayerNormType[resolved] is LayerNormType(resolved)
-    asked = override or named or "default"
-    assert caplog.text.count("layer_norm_type=") == (asked not in ("rms", "default", resolved))
+    requested = override or named or "default"
+    assert caplog.text.count("layer_norm_type=") == (requested not in ("rms", "default", resolved))
     model = ModelConfig.load(tmp_path / "config.yaml", override and [f"layer_norm_type={override}"], key="model")
     assert model.layer_norm_type is LayerNormType[resolved]
     config.save(tmp_path / "saved.yaml")

@@ -75,20 +75,20 @@ def test_a_draw_that_is_wrong_in_every_matrix_is_found(monkeypatch, init_fn):
     ],
 )
 def test_a_variable_that_is_wrong_or_contradicts_the_config_is_refused_for_stock_models_too(
-    monkeypatch, changes, asked, message
+    monkeypatch, changes, requested, message
 ):
-    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", requested)
     with pytest.raises(LNSConfigError, match=message):
         OLMo(model_config(layer_norm_type="rms", **changes))
 
 
 def test_settings_that_contradict_plain_initialization_are_refused(monkeypatch):
-    for config, said in (
+    for config, output in (
         (model_config(init_fn="normal_scaled"), "init_fn normal_scaled"),
         (build().config, "this ModelConfig has built a model already"),
         ({}, "found a dict"),
     ):
-        with pytest.raises(LNSConfigError, match=said):
+        with pytest.raises(LNSConfigError, match=output):
             plain_initialization(config)
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
     with pytest.raises(LNSConfigError, match=r"INITIALIZATION=upstream and plain_initialization\(config\) contradict"):

@@ -20,31 +20,35 @@ from olmo_lns.olmo_core import apply
 from olmo_lns.schemes import Scheme
 
 
-def _train_module(made):
+def _train_module(model_config):
     settings = TransformerTrainModuleConfig(
         rank_microbatch_size=48, max_sequence_length=12, optim=AdamWConfig(lr=1e-3), z_loss_multiplier=None
     )
-    return settings.build(made.build(init_device="meta"), device=torch.device("cpu"))
+    return settings.build(model_config.build(init_device="meta"), device=torch.device("cpu"))
 
 
-def _save(tmp_path, made):
+def _save(tmp_path, model_config):
     """A checkpoint, and the config.json that ConfigSaverCallback writes after every save."""
     checkpointer, folder = Checkpointer(work_dir=tmp_path / "work"), tmp_path / "step1"
-    checkpointer.save(folder, _train_module(made), {"step": 1})
-    checkpointer.write_file(folder, "config.json", json.dumps({"model": made.as_config_dict()}))
+    checkpointer.save(folder, _train_module(model_config), {"step": 1})
+    checkpointer.write_file(folder, "config.json", json.dumps({"model": model_config.as_config_dict()}))
     return checkpointer, folder
 
 
 def test_a_run_resumes_only_under_the_scheme_of_its_checkpoint(tmp_path, monkeypatch):
-    made = {"preln": small.config(), "lns": apply(small.config()), "other": apply(small.config(), exponent=0.25)}
-    saved = {name: _save(tmp_path / name, config) for name, config in made.items() if name != "other"}
+    model_config = {
+        "preln": small.config(),
+        "lns": apply(small.config()),
+        "other": apply(small.config(), exponent=0.25),
+    }
+    saved = {name: _save(tmp_path / name, config) for name, config in model_config.items() if name != "other"}
     for was, now, message in (
         ("lns", "preln", r"says lns, .* has preln.*--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig.*scheme=lns"),
         ("preln", "lns", "says preln, but this run has lns"),
         ("lns", "other", "has lns:exponent=0.25"),
     ):
         with pytest.raises(CheckpointMismatchError, match=message):
-            saved[was][0].load(saved[was][1], _train_module(made[now]))
+            saved[was][0].load(saved[was][1], _train_module(model_config[now]))
     checkpointer, folder = saved["preln"]
     assert sorted(path.name for path in folder.iterdir()) == [
         ".metadata.json",
@@ -52,29 +56,29 @@ def test_a_run_resumes_only_under_the_scheme_of_its_checkpoint(tmp_path, monkeyp
         "model_and_optim",
         "train",
     ]
-    assert checkpointer.load(folder, _train_module(made["preln"]))["step"] == 1
+    assert checkpointer.load(folder, _train_module(model_config["preln"]))["step"] == 1
     checkpointer, folder = saved["lns"]
-    checkpointer.load(folder, _train_module(made["lns"]))
+    checkpointer.load(folder, _train_module(model_config["lns"]))
     weights = folder / "model_and_optim"  # a trainer starts from either
     with pytest.raises(CheckpointMismatchError, match="this run has preln"):
-        checkpointer.load(weights, _train_module(made["preln"]), load_optim_state=False)
+        checkpointer.load(weights, _train_module(model_config["preln"]), load_optim_state=False)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointMismatchError, match="config.json cannot be read"):
-        checkpointer.load(folder, _train_module(made["lns"]))
+        checkpointer.load(folder, _train_module(model_config["lns"]))
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
-        checkpointer.load(folder, _train_module(made["lns"]))
+        checkpointer.load(folder, _train_module(model_config["lns"]))
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
-    saved["preln"][0].load(saved["preln"][1], _train_module(made["lns"]))
+    saved["preln"][0].load(saved["preln"][1], _train_module(model_config["lns"]))
 
 
 @pytest.mark.parametrize("block", small.SCHEMES)
 def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(block):
     scheme, norms = small.SCHEMES[block]
-    made = small.with_scheme(small.config(block), exponent=0.25)
+    model_config = small.with_scheme(small.config(block), exponent=0.25)
     expected = Scheme.of(scheme, exponent=0.25)
-    assert scheme_of_config({"model": made.as_config_dict()}, source="x") == expected
-    built = made.build(init_device="meta")
+    assert scheme_of_config({"model": model_config.as_config_dict()}, source="x") == expected
+    built = model_config.build(init_device="meta")
     assert scheme_of_model(built) == expected and len(list(sites.sites(built))) == 2 * small.LAYERS
     for number, each in enumerate(built.blocks.values(), start=1):
         assert [getattr(each, name).lns_scale for name in norms] == [number**-0.25] * len(norms)
@@ -87,10 +91,10 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
     built.blocks["1"], built.blocks["3"] = built.blocks["3"], built.blocks["1"]
     with pytest.raises(MeasurementError, match=r"expected \[\(2, 'attn'\)"):
         scheme_of_model(built)
-    lost = made.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
+    lost = model_config.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
     with pytest.raises(CheckpointMismatchError, match="expected one"):
         scheme_of_config(lost, source="x")
-    lost = made.as_config_dict()
+    lost = model_config.as_config_dict()
     lost["block"]["scale_router"] = False
     with pytest.raises(CheckpointMismatchError, match="router"):
         scheme_of_config(lost, source="x")

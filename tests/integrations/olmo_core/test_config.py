@@ -20,9 +20,9 @@ CLASS = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
 
 
 def test_flags_of_an_unmodified_launch_select_the_scheme():
-    made = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
-    assert type(made.block) is BlockConfig and str(made.block.resolved_scheme) == "lns:exponent=0.25"
-    assert made.block.stock() == small.config().block
+    config = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
+    assert type(config.block) is BlockConfig and str(config.block.resolved_scheme) == "lns:exponent=0.25"
+    assert config.block.stock() == small.config().block
     block = small.config().merge([CLASS]).block
     assert (block.scheme, block.exponent, block.initialization) == ("lns", 0.5, "plain")
     block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block
@@ -66,33 +66,33 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
     ],
 )
 def test_a_block_config_that_cannot_be_built_is_refused(block, fields, message):
-    made = small.config()
-    made.block.name = type(made.block.name)(block)
+    config = small.config()
+    config.block.name = type(config.block.name)(block)
     with pytest.raises(LNSConfigError, match=message):
-        apply(copy.deepcopy(made), **fields)
+        apply(copy.deepcopy(config), **fields)
     with pytest.raises(Exception, match=message):
-        made.block = BlockConfig(**vars(made.block), **fields)
-        made.build(init_device="meta")
+        config.block = BlockConfig(**vars(config.block), **fields)
+        config.build(init_device="meta")
 
 
 def test_apply_changes_a_model_config_or_its_holder_in_place():
-    made = small.config()
-    assert apply(made, exponent=0.25) is made
-    assert made.block.exponent == 0.25
+    config = small.config()
+    assert apply(config, exponent=0.25) is config
+    assert config.block.exponent == 0.25
 
     class Experiment:
         model = small.config()
 
     assert type(apply(Experiment).model.block) is BlockConfig
     with pytest.raises(LNSConfigError, match="a block config of class BlockConfig"):
-        apply(made)
+        apply(config)
     with pytest.raises(LNSConfigError, match="apply.. needs OLMo-core's TransformerConfig"):
-        apply(made.block)
+        apply(config.block)
 
 
 def _patterned(block, **names):
-    made = small.config()
-    common = dict(d_model=made.d_model, vocab_size=made.vocab_size, n_layers=5, lm_head=made.lm_head)
+    config = small.config()
+    common = dict(d_model=config.d_model, vocab_size=config.vocab_size, n_layers=5, lm_head=config.lm_head)
     return TransformerConfig(**common, block={"wide": block, **names}, block_pattern=["wide", *names])
 
 
@@ -100,24 +100,24 @@ def test_block_overrides_and_named_blocks_get_the_factor_of_their_own_number():
     overridden, other = small.config(), copy.deepcopy(small.config().block)
     other.feed_forward.hidden_size = 16
     overridden.block_overrides = {2: other}
-    for made in (overridden, _patterned(small.config().block, narrow=other)):
-        assert apply(copy.deepcopy(made)).num_params == made.num_params
-        scales = [block.feed_forward_norm.lns_scale for block in small.model(apply(made), seed=None).blocks.values()]
-        assert scales == [number**-0.5 for number in range(1, made.n_layers + 1)]
+    for config in (overridden, _patterned(small.config().block, narrow=other)):
+        assert apply(copy.deepcopy(config)).num_params == config.num_params
+        scales = [block.feed_forward_norm.lns_scale for block in small.model(apply(config), seed=None).blocks.values()]
+        assert scales == [number**-0.5 for number in range(1, config.n_layers + 1)]
 
 
 @pytest.mark.parametrize("missing", [0, small.LAYERS - 1])
 def test_blocks_without_the_scheme_or_with_another_are_refused_before_training(missing):
-    made, other = small.config(), apply(small.config()).block
-    made.block_overrides = {missing: copy.deepcopy(made.block)}
+    config, other = small.config(), apply(small.config()).block
+    config.block_overrides = {missing: copy.deepcopy(config.block)}
     with pytest.raises(LNSConfigError, match=rf"blocks \[{missing}\] of 4 .counted from 0. are OLMo-core's own"):
-        small.model(made.merge([CLASS]))
+        small.model(config.merge([CLASS]))
     with pytest.raises(LNSConfigError, match=r"blocks \[1, 3\] of 5"):
         small.model(_patterned(copy.deepcopy(other), narrow=small.config().block))
-    made, other.exponent = apply(small.config()), 0.25
-    made.block_overrides = {missing: other}
+    config, other.exponent = apply(small.config()), 0.25
+    config.block_overrides = {missing: other}
     with pytest.raises(LNSConfigError, match="in one model"):
-        small.model(made)
+        small.model(config)
 
 
 _LOAD = """
@@ -133,9 +133,9 @@ print(*before, hook.is_wrapped(Checkpointer.load), type(config.block).__name__, 
 
 def test_a_json_config_loads_in_another_process_without_the_start_up_hook_and_fails_without_the_package(tmp_path):
     """Naming the class wraps the checkpointer's load."""
-    made = apply(small.config(), exponent=0.25)
-    (path := tmp_path / "config.json").write_text(json.dumps(made.as_config_dict()))
-    assert TransformerConfig.from_dict(json.loads(path.read_text())) == made
+    config = apply(small.config(), exponent=0.25)
+    (path := tmp_path / "config.json").write_text(json.dumps(config.as_config_dict()))
+    assert TransformerConfig.from_dict(json.loads(path.read_text())) == config
     packages = [path for path in sys.path if path.endswith("site-packages")]
     env = launch.environment(PYTHONPATH=os.pathsep.join([str(launch.REPOSITORY), *packages]))
     there = launch.run([sys.executable, "-S", "-c", _LOAD, path], cwd=tmp_path, env=env)
@@ -146,9 +146,9 @@ def test_a_json_config_loads_in_another_process_without_the_start_up_hook_and_fa
 
 
 def test_a_config_with_a_scheme_is_refused_when_the_plugin_is_disabled(monkeypatch):
-    made = apply(small.config())
+    config = apply(small.config())
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
-    for build in (made.build, lambda init_device: made.block.build(d_model=32, block_idx=0, n_layers=2)):
+    for build in (config.build, lambda init_device: config.block.build(d_model=32, block_idx=0, n_layers=2)):
         with pytest.raises(LNSConfigError, match="OLMO_LNS_DISABLE=1 is set, but a block config names a scheme"):
             build(init_device="meta")
     small.config().build(init_device="meta")
@@ -158,8 +158,8 @@ def test_what_an_olmo_core_lacks_is_an_error_once_a_scheme_is_selected(monkeypat
     from olmo_lns import hook
     from olmo_lns.errors import UpstreamChangedError
 
-    made = apply(small.config())
+    config = apply(small.config())
     monkeypatch.setitem(hook._missing, "olmo_core", ["olmo_core.train.checkpoint:Checkpointer.load"])
     small.config().build(init_device="meta")
     with pytest.raises(UpstreamChangedError, match=r"olmo_core has no olmo_core.train.checkpoint:Checkpointer.load"):
-        made.build(init_device="meta")
+        config.build(init_device="meta")

@@ -36,8 +36,8 @@ def losses(model, optimizer):
 
 
 def test_stock_blocks_with_group_overrides_train_as_lns_does():
-    made = small.config()
-    lns, stock = small.model(small.with_scheme(made), seed=None), small.model(made, seed=None)
+    config = small.config()
+    lns, stock = small.model(small.with_scheme(config), seed=None), small.model(config, seed=None)
     scale_(stock, block_gains(stock, *(f"blocks.{{}}.{norm}.weight" for norm in NORMS)))
     plain = AdamWConfig(lr=RATE, weight_decay=DECAY, eps=EPS)
     scaled = AdamWConfig(lr=RATE, weight_decay=DECAY, eps=EPS, group_overrides=overrides())

@@ -25,9 +25,9 @@ from olmo_lns.olmo_core import apply
 )
 def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block, method, monkeypatch):
     monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
-    made = small.config(block)
-    made.init_method = type(made.init_method)(method)
-    stock, scaled = small.model(made, seed=None), small.model(small.with_scheme(made), seed=None)
+    config = small.config(block)
+    config.init_method = type(config.init_method)(method)
+    stock, scaled = small.model(config, seed=None), small.model(small.with_scheme(config), seed=None)
     found, expected = scaled.state_dict(), stock.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -37,17 +37,17 @@ def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block,
 
 @pytest.mark.parametrize("method", ["llama", "llama_depth", "normalized"])
 def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog):
-    made = small.config()
-    made.init_method = type(made.init_method)(method)
+    config = small.config()
+    config.init_method = type(config.init_method)(method)
     with pytest.raises(
         LNSConfigError, match=f"init_method={method} draws the residual projections with a depth factor"
     ):
-        small.model(apply(copy.deepcopy(made)))
+        small.model(apply(copy.deepcopy(config)))
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
-        kept = small.model(apply(copy.deepcopy(made), initialization="upstream"), seed=None)
+        kept = small.model(apply(copy.deepcopy(config), initialization="upstream"), seed=None)
     assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: output, gradient, block" in caplog.text
     assert "scaled initialization as upstream" in caplog.text
-    stock = small.model(made, seed=None)
+    stock = small.model(config, seed=None)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))
 
 
@@ -75,12 +75,12 @@ def _gradients(built):
 )
 @pytest.mark.parametrize("block", ["default", "reordered_norm"])
 def test_activation_checkpointing_gives_the_same_gradients(mode, arguments, block):
-    made = small.with_scheme(small.config(block))
-    expected, built = _gradients(small.model(made)), small.model(made)
+    config = small.with_scheme(small.config(block))
+    expected, built = _gradients(small.model(config)), small.model(config)
     built.apply_activation_checkpointing(mode, **arguments)
     found = _gradients(built)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    sites.check(built, made.block.resolved_scheme, small.LAYERS)
+    sites.check(built, config.block.resolved_scheme, small.LAYERS)
     built.init_weights(device=torch.device("cpu"))
 
 
@@ -91,9 +91,9 @@ def test_activation_checkpointing_gives_the_same_gradients(mode, arguments, bloc
 )
 def test_a_compiled_model_gives_the_same_gradients(norm, checkpointed):
     torch._dynamo.reset()
-    made = apply(small.config("default", norm))
-    expected = _gradients(small.model(made))
-    built = small.model(made)
+    config = apply(small.config("default", norm))
+    expected = _gradients(small.model(config))
+    built = small.model(config)
     if checkpointed:
         built.apply_activation_checkpointing(Mode.full)
         for block in built.blocks.values():

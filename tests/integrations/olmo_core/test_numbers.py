@@ -41,17 +41,17 @@ def test_logits_and_gradients_equal_those_of_hooks(block, case, monkeypatch):
     monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
     if case == "tied embeddings" and "tie_word_embeddings" not in small.config().__dataclass_fields__:
         pytest.skip("this OLMo-core does not tie embeddings")
-    made = small.config(block, *([NORMS[case]] if case in NORMS else []), **OPTIONS.get(case, {}))
+    config = small.config(block, *([NORMS[case]] if case in NORMS else []), **OPTIONS.get(case, {}))
     if case == "sliding window":
-        made.block.sequence_mixer.sliding_window = SlidingWindowAttentionConfig(
+        config.block.sequence_mixer.sliding_window = SlidingWindowAttentionConfig(
             pattern=[4, -1], force_full_attention_on_first_layer=False
         )
     elif case == "factors of the branches":
-        made.block.attention_residual_alpha, made.block.feed_forward_residual_alpha = 0.5, 0.25
+        config.block.attention_residual_alpha, config.block.feed_forward_residual_alpha = 0.5, 0.25
     elif case == "embedding norm":
-        made.embedding_norm = LayerNormConfig(name="rms", bias=False)
+        config.embedding_norm = LayerNormConfig(name="rms", bias=False)
     exponent, tolerance = 0.25 if case == "default" else 0.5, 2e-6 if case else 5e-6
-    scaled, stock = small.model(small.with_scheme(made, exponent=exponent)), small.model(copy.deepcopy(made))
+    scaled, stock = small.model(small.with_scheme(config, exponent=exponent)), small.model(copy.deepcopy(config))
     assert list(stock.state_dict()) == list(scaled.state_dict())
     names = [f"blocks.{i}.{name}" for i in range(small.LAYERS) for name in small.SCHEMES[block][1]]
     assert sorted(name for name, module in scaled.named_modules() if hasattr(module, "lns_scale")) == sorted(names)
@@ -72,9 +72,9 @@ def test_logits_and_gradients_equal_those_of_hooks(block, case, monkeypatch):
 @pytest.mark.parametrize("norm", ["rms", "default", "qwen_rms"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_a_scaled_norm_in_bf16_has_the_dtype_and_values_of_the_stock_norm(norm, weights):
-    made = small.config("default", NORMS[norm])
-    scaled = small.model(small.with_scheme(made)).blocks["2"].feed_forward_norm
-    plain = made.block.layer_norm.build(small.WIDTH)
+    config = small.config("default", NORMS[norm])
+    scaled = small.model(small.with_scheme(config)).blocks["2"].feed_forward_norm
+    plain = config.block.layer_norm.build(small.WIDTH)
     plain.load_state_dict(scaled.state_dict())
     x = torch.randn(256, small.WIDTH, generator=torch.Generator().manual_seed(0))
     exact = plain(x.bfloat16().float()) / 3**0.5
