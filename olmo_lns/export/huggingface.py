@@ -109,16 +109,20 @@ def vocabulary(model: nn.Module) -> int:
     return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
 
 
+def token_count(model: nn.Module) -> int:
+    """Return the number of valid token ids: the config's vocabulary size, at most the rows of the embedding."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return min(vocabulary(model), size) if isinstance(size, int) else vocabulary(model)
+
+
 def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
     """Return random token ids, int64 (count, length), or images, fp32 (count, channels, height, width)."""
     generator = torch.Generator().manual_seed(0)
-    config = getattr(model, "config", None)
     if getattr(model, "main_input_name", "") == "pixel_values":
         from olmo_lns.integrations.transformers.models import image_shape
 
-        return torch.randn(image_shape(config, count), generator=generator)
-    size = min(vocabulary(model), int(getattr(config, "vocab_size", 1 << 62)))
-    return torch.randint(size, (count, length), generator=generator)
+        return torch.randn(image_shape(model.config, count), generator=generator)
+    return torch.randint(token_count(model), (count, length), generator=generator)
 
 
 @torch.no_grad()

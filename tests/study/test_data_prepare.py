@@ -102,7 +102,10 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
     [
         ({"--pad": "70000"}, "--pad '70000': .* an id up to 256"),
         ({"--eos": "</s>"}, "--eos '</s>': expected a token of this tokenizer"),
-        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, not a tokenizer of OLMo"),
+        (
+            {"--tokenizer": "nowhere/tokenizer.json"},
+            "nowhere/tokenizer.json: no such file, and not a tokenizer of OLMo",
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )

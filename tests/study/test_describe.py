@@ -172,7 +172,7 @@ def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_tabl
     for path in SHIPPED:
         study = Study.load(path)
         assert study.runs and str(path.stem) in (study.name, "paper-init")
-        compare_arms(study.runs)
+        compare_arms([*{(run.group, run.arm): run for run in reversed(study.runs)}.values()])  # one seed of each
         cells = published()["tables"][study.published]["cells"] if study.published else {}
         shared = {*study.groups} & {*cells}
         assert shared or not cells

@@ -2,13 +2,11 @@
 
 import copy
 import json
-import os
 
 import pytest
 import torch
 
 from support import hooked as reference
-from support import launch
 from support.diagnostic_models import ARCHITECTURES, LAYERS, VOCABULARY
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[hf]'")
@@ -32,11 +30,6 @@ MODELS = {kind: row for kind, row in ARCHITECTURES.items() if kind not in _OTHER
 #: Family -> the paths of the two sub-layers' norms in a block, written out here.
 NORMS = {"gpt2": ("ln_1", "ln_2"), "vit": ("layernorm_before", "layernorm_after"), "dinov2": ("norm1", "norm2")}
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-def environment(**changes):
-    """The environment of a process that loads our models: it finds the same package as these tests."""
-    return launch.environment(PYTHONPATH=os.environ.get("PYTHONPATH"), **changes)
 
 
 def config(kind, **changes):

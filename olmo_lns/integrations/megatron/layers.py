@@ -128,7 +128,7 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     norm = str(getattr(config, "normalization", ""))
     measured += checked
     print_once(
-        sites.start_up_line(model, blocks, measured=measured, here=local, norm=norm, initialization=initialization)
+        sites.start_up_line(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
     )
     return len(located)
 

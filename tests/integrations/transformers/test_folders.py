@@ -2,12 +2,11 @@
 
 import json
 import os
-import sys
 
 import pytest
 import torch
-from support import launch
-from support.transformers_models import MODELS, environment, hooked, inputs, read_config, same, stock, trainer
+from support import forked
+from support.transformers_models import MODELS, hooked, inputs, read_config, same, stock, trainer
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, register
@@ -55,16 +54,16 @@ def test_another_process_needs_the_package(tmp_path):
     model.save_pretrained(folder := tmp_path / "lns")
     for content, name in ((inputs("llama"), "inputs"), (inputs("llama"), "model.pt.in"), (model, "model.pt")):
         torch.save(content, tmp_path / name)
-    command = [sys.executable, "-c", LOADS, folder, tmp_path / "model.pt", tmp_path / "inputs"]
-    done = launch.run(command, cwd=tmp_path, env=environment())
-    assert done.text.count("CLASS LNSLlamaForCausalLM") == 2 and "LayerNorm Scaling on: 6 norms" in done.text, done.text
+    done = forked.run(LOADS, folder, tmp_path / "model.pt", tmp_path / "inputs")
+    text = done.stdout + done.stderr
+    assert text.count("CLASS LNSLlamaForCausalLM") == 2 and "LayerNorm Scaling on: 6 norms" in text, text
     with torch.no_grad():
         for name in ("inputs.out", "model.pt.in.out"):
             assert torch.equal(torch.load(tmp_path / name), model(**inputs("llama")).logits)
-    command = [sys.executable, "-c", STOCK, folder]
-    done = launch.run(command, cwd=tmp_path, env=environment(OLMO_LNS_DISABLE="1"))
-    assert "REFUSED" in done.text and "lns_llama" in done.text, done.text
-    assert "CLASS LlamaForCausalLM" in done.text and "to instantiate a model of type" in done.text
+    done = forked.run(STOCK, folder, OLMO_LNS_DISABLE="1")
+    text = done.stdout + done.stderr
+    assert "REFUSED" in text and "lns_llama" in text, text
+    assert "CLASS LlamaForCausalLM" in text and "to instantiate a model of type" in text
 
 
 def test_other_heads_and_the_base_model_load_under_the_scheme(tmp_path):
