@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Callable, NoReturn
 
 #: dtype on the command line -> torch's name; :data:`olmo_lns.norm.dtypes.DTYPES` maps it to the dtype itself.
@@ -23,6 +24,13 @@ def at_least(smallest: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def as_path(text: str) -> Path:
+    """Return a path; an argparse type. :raises argparse.ArgumentTypeError: an empty path, as of an unset variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: is the variable set?")
+    return Path(text)
 
 
 class Parser(argparse.ArgumentParser):

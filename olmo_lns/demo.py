@@ -19,12 +19,12 @@ from typing import Any, Sequence
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from olmo_lns import settings
-from olmo_lns.arguments import Parser
+from olmo_lns.arguments import Parser, as_path
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import one_process
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect import Curve, attempts, curve_of, other_run
+from olmo_lns.study.collect import Curve, curve_of, other_run
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, start
@@ -41,6 +41,19 @@ class Trained:
     curve: Curve
     variance_before: list[float]
     variance_after: list[float]
+
+
+def check_description(study: Study) -> None:
+    """Check that the runs have the demo's measures. :raises LNSConfigError: other data, no held-out loss, no step 0."""
+    if study.data != "demo":
+        raise LNSConfigError(f"{study.path}: expected a description with data: demo, found {study.data}")
+    for run in study.runs:
+        labels = [evaluator["label"] for evaluator in run.settings["evaluators"] or ()]
+        if "heldout" not in labels or run.settings["no_pre_train_checkpoint"]:
+            raise LNSConfigError(
+                f"{study.path}: the demo shows held-out losses, and variances before and after training: expected an "
+                "evaluator heldout and no_pre_train_checkpoint: false, as in configs/study/demo-base.yaml"
+            )
 
 
 def curve_so_far(run: Run, out: Path) -> Curve:
@@ -84,12 +97,13 @@ def train(study: Study, out: Path, lock: int) -> None:
         if not is_finished(run, out):
             reason = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
             folder = out / run.name
-            raise LNSError(f"run {run.name} failed: {reason}; see {attempts(folder)[-1]}, remove {folder} to restart")
+            log = files.attempts(folder)[-1]
+            raise LNSError(f"run {run.name} failed: {reason}; see {log}, remove {folder} to restart")
 
 
 def last_log(run: Run, out: Path) -> str:
     """Return the log of a run's last attempt."""
-    return attempts(out / run.name)[-1].read_text(encoding="utf-8", errors="replace")
+    return files.attempts(out / run.name)[-1].read_text(encoding="utf-8", errors="replace")
 
 
 def variance(run: Run, step: int, out: Path) -> list[float]:
@@ -120,12 +134,13 @@ def report(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
         numbers = [f"{result.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
         variances = result.variance_after
         numbers += [f"{variances[block - 1]:.3g}" for block in blocks]
-        lines.append(row.format(result.run.arm, *numbers, f"{variances[-1] / variances[quarter - 1]:.2g}"))
+        label = result.run.arm if len(study.arms) == len(study.runs) else result.run.name
+        lines.append(row.format(label, *numbers, f"{variances[-1] / variances[quarter - 1]:.2g}"))
     return [
         *lines,
         "",
-        "train, held-out: loss in nats per byte (train: mean of the last tenth of the steps). block n: variance of its",
-        f"output, mean over {TOKENS:,} held-out tokens. V: block {layers} over block {quarter}.",
+        f"train, held-out: loss in nats per byte (train: mean of the last {study.final_fraction:.0%} of the steps).",
+        f"block n: variance of its output ({TOKENS:,} held-out tokens). V: block {layers} over block {quarter}.",
         f"Not shown: which arm is better. {shape.parameters:,} parameters and {shape.tokens:,} tokens are far from",
         "real training; the order of the losses changes with rate, depth, length and seed.",
     ]
@@ -168,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     )
     study_help = "description of the runs: demo (the default), demo-long (16 tokens per parameter), or a file"
     parser.add_argument("study", nargs="?", default="demo", help=study_help)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="output folder (default %(default)s)")
+    parser.add_argument("--out", type=as_path, default=Path("demo"), help="output folder (default %(default)s)")
     args = parser.parse_args(argv)
     settings.refuse_disabled()
     check_environment()
@@ -177,8 +192,7 @@ def main(argv: Sequence[str]) -> int:
     import olmo  # noqa: F401
 
     out, study = args.out, Study.load(args.study)
-    if study.data != "demo":
-        raise LNSConfigError(f"{study.path}: expected a description with data: demo, found {study.data}")
+    check_description(study)
     print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     os.environ.update(environment(study, out))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 import wandb
-from olmo.config import CheckpointType, DDPConfig, TrainConfig
+from olmo.config import CheckpointType, DDPConfig, FSDPConfig, TrainConfig
 from olmo.data import build_train_dataloader
 from olmo.eval import build_evaluators
 from olmo.exceptions import OLMoConfigurationError
@@ -93,6 +93,7 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
         cfg.ddp = cfg.ddp or DDPConfig()
         wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=cfg.ddp.find_unused_params)
     else:
+        cfg.fsdp = cfg.fsdp or FSDPConfig()
         wrapped = FSDP(
             model,
             sharding_strategy=cfg.fsdp.sharding_strategy,
@@ -242,8 +243,8 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
     if (no_decay := cfg.optimizer.no_decay_norm_and_bias) is not None:  # deprecated name of the next two
         cfg.optimizer.decay_norm_and_bias = cfg.optimizer.decay_embeddings = not no_decay
         cfg.optimizer.no_decay_norm_and_bias = None
-    if device.type == "cpu" and (strategy == "ddp" or cfg.model.init_device != "meta"):
-        cfg.model.init_device = "cpu"
+    if strategy == "ddp" or (device.type == "cpu" and cfg.model.init_device != "meta"):
+        cfg.model.init_device = device.type  # DDP needs weights on the device
 
 
 def _save_config(cfg: TrainConfig) -> None:

@@ -89,6 +89,7 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
         (["analyze", "gradnorm", "--model", "x", "--data", "y", "--tokes", "5"], "unrecognized arguments: --tokes 5"),
         (["analyze", "variance", "--model", "x", "--data", "y", "--tokens", "0"], "a whole number >= 1, found '0'"),
         (["analyze", "variance"], "required: --model, --data"),
+        (["data", "fetch", "dolma", "--out", ""], "argument -o/--out: the path is empty: is the variable set?"),
     ],
 )
 def test_wrong_usage_is_two_lines(words, said, capsys):

@@ -56,6 +56,14 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
         train(folder, "--try_load_latest_save", "--max_duration=8", "--model.layer_norm_type=rms")
 
 
+def test_under_ddp_the_model_is_built_on_the_device(tmp_path):
+    from olmo_lns.train import load_config, prepare
+
+    cfg = load_config(config_file(tmp_path), ["--distributed_strategy=ddp", "--model.init_device=meta"])
+    prepare(cfg, torch.device("cuda"))
+    assert cfg.model.init_device == "cuda"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

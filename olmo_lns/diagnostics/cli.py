@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
-from olmo_lns.arguments import DTYPES, Parser, at_least
+from olmo_lns.arguments import DTYPES, Parser, as_path, at_least
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.errors import LNSError
 from olmo_lns.processes import one_process
@@ -54,8 +54,10 @@ def _parser() -> argparse.ArgumentParser:
         else:
             add("--tokens", type=at_least(1), default=measure.tokens, help="tokens to read (default %(default)s)")
     command = commands.add_parser("compare", help="show the results of several models in one figure and table")
-    command.add_argument("results", nargs="+", type=Path, metavar="results.json", help="result files of one diagnostic")
-    command.add_argument("-o", "--output", type=Path, help="figure: .png or .svg")
+    command.add_argument(
+        "results", nargs="+", type=as_path, metavar="results.json", help="result files of one diagnostic"
+    )
+    command.add_argument("-o", "--output", type=as_path, help="figure: .png or .svg")
     return parser
 
 
@@ -64,8 +66,13 @@ def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> No
     add = command.add_argument
     add("--model", required=True, help="OLMo or OLMo-core checkpoint folder, Hugging Face folder or name")
     add("--scheme", help="scheme of a model whose config names none, such as lns")
-    add("-o", "--output", type=Path, help=f"result file, default {diagnostic}.json; a .csv is written beside it")
-    add("--plot", type=Path, help="also draw a figure: .png or .svg")
+    add(
+        "-o",
+        "--output",
+        type=as_path,
+        help=f"result file, default {diagnostic}.json; a .csv is written beside it",
+    )
+    add("--plot", type=as_path, help="also draw a figure: .png or .svg")
     add("--label", help="name of the model in figures; a study arm's name sets its colour")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
     add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {MEASURES[diagnostic].longest}")

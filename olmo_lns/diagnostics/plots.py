@@ -73,11 +73,18 @@ def arm_of(result: Measurement) -> Arm | None:
 
 
 def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return the line styles of the models' arms, or the first of the table if an arm is unknown or repeated."""
-    arms = [arm_of(result) for result in results]
-    if None in arms or len(set(arms)) < len(arms):
-        arms = [list(ARMS.values())[number % len(ARMS)] for number in range(len(results))]
-    return [{"color": arm.colour, "linestyle": arm.line, "marker": arm.marker} for arm in arms if arm]
+    """Return the line styles of the models: the colour of the arm, black for no arm of the table.
+
+    A repeated arm keeps its colour and gets the line and marker of another arm.
+    """
+    table, arms = list(ARMS.values()), [arm_of(result) for result in results]
+    line_styles = []
+    for number, arm in enumerate(arms):
+        position = (table.index(arm) if arm else 0) + arms[:number].count(arm)
+        shape = table[position % len(table)]
+        colour = arm.colour if arm else "black"
+        line_styles.append({"color": colour, "linestyle": shape.line, "marker": shape.marker})
+    return line_styles
 
 
 def block_axis(axis: Any, blocks: int) -> None:

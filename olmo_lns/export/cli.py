@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import DTYPES, Parser, at_least
+from olmo_lns.arguments import DTYPES, Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import FORMATS, HF, MEGATRON
 from olmo_lns.schemes import parse
@@ -87,8 +87,8 @@ def verify(argv: Sequence[str]) -> int:
     """Run ``olmo-lns verify``. Exit code 0 if the export computes the same as the checkpoint, else 1."""
     parser = Parser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="the LNS checkpoint")
-    add("export", type=Path, help="the folder that olmo-lns export wrote")
+    add("checkpoint", type=as_path, help="the LNS checkpoint")
+    add("export", type=as_path, help="the folder that olmo-lns export wrote")
     add("--scheme", help=_SCHEME)
     add("--length", type=at_least(2), default=64, help="tokens in each of the 8 prompts (default %(default)s)")
     args = parser.parse_args(argv)

@@ -54,7 +54,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     if out.exists():
         raise LNSConfigError(f"{out} exists. Give a new folder: an export never overwrites files.")
     unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    unfinished.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.mkdir()
     try:
         yield unfinished
         unfinished.rename(out)

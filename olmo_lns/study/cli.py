@@ -6,10 +6,9 @@ import argparse
 import os
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import Parser, at_least
+from olmo_lns.arguments import Parser, as_path, at_least
 from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
@@ -35,14 +34,14 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("study", nargs="+", help="descriptions or config files, or names in the pack")
             return command
         command.add_argument("study", help="description: a file, or a name in the pack, such as paper")
-        command.add_argument("--out", type=Path, required=True, help="folder of the study; each run has a subfolder")
+        command.add_argument("--out", type=as_path, required=True, help="folder of the study; each run has a subfolder")
         return command
 
     plan = add("plan", _plan, "load, count, check and price a study or config files, without running anything")
     launching = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
     mode = launching.add_mutually_exclusive_group()
     mode.add_argument("--run", action="store_true", help="start or resume the unfinished runs on this machine")
-    mode.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
+    mode.add_argument("--slurm", type=as_path, metavar="FOLDER", help="write Slurm array scripts to this folder")
     collecting = add("collect", _collect, "read the logs into <out>/results.csv; check that the arms are comparable")
     add("report", _report, "write <out>/report/: tables and figures")
     for command in (plan, launching):

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.files import attempts
 from olmo_lns.study.planning import arm_problems, compare_arms
 from olmo_lns.text import write_whole
 
@@ -100,17 +102,12 @@ def _parse_loss(text: str, step: int) -> float:
     return loss
 
 
-def attempts(folder: Path) -> list[Path]:
-    """Return the console logs in a run folder, oldest first. Numbers are sorted by value: ``-99`` before ``-100``."""
-    return sorted(folder.glob("*.log"), key=lambda path: (len(path.name), path.name))
-
-
 def curve_of(folder: Path) -> Curve | None:
     """Return the losses of all attempts of a run; None without a log.
 
     A log is read up to its last complete line, because a kill may cut a number.
 
-    :raises LNSConfigError: errors of :meth:`Curve.add_line`, with the log's name.
+    :raises LNSConfigError: errors of :meth:`Curve.add_line`, with the log's name, or a gap between the logged steps.
     """
     curve, logs = Curve(), attempts(folder)
     for path in logs:
@@ -121,7 +118,20 @@ def curve_of(folder: Path) -> Curve | None:
                 step = curve.add_line(line, step)
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
+    _check_gaps(curve, folder)
     return curve if logs else None
+
+
+def _check_gaps(curve: Curve, folder: Path) -> None:
+    """Raise an error for steps without a loss: a log is missing or damaged, and a mean over the rest would be wrong."""
+    steps = [0, *curve.losses]
+    usual = statistics.median(after - before for before, after in pairwise(steps)) if curve.losses else 0
+    for before, after in pairwise(steps):
+        if after - before > 2 * usual:
+            raise LNSConfigError(
+                f"{folder}: no loss between the steps {before} and {after}, where the usual distance is {usual:g}: "
+                "restore the missing log, or remove the folder to run again"
+            )
 
 
 def other_run(run: Run, folder: Path) -> str | None:

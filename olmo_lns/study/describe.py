@@ -211,6 +211,8 @@ class Study:
         engine = ENGINES[keys.framework]
         try:
             runs = tuple(_runs(keys, path, engine))
+            if not runs:
+                raise LNSConfigError("describes no run: name sizes, arms and seeds")
             names = [run.name for run in runs]
             if repeated := sorted({name for name in names if names.count(name) > 1}):
                 raise LNSConfigError(f"two runs would have the folder {repeated[0]}: give each arm, rate and size once")

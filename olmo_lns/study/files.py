@@ -16,7 +16,7 @@ from typing import Any, Hashable, Iterator, Mapping, Sequence
 import yaml
 
 import olmo_lns
-from olmo_lns.arguments import Parser
+from olmo_lns.arguments import Parser, as_path
 from olmo_lns.errors import LNSConfigError, LNSError
 
 #: OmegaConf's syntax for an environment variable: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``.
@@ -172,9 +172,11 @@ def copy_from_pack(name: str, out: Path) -> Path:
     :param out: an existing folder, or the new path.
     :raises LNSConfigError: no such file in the pack, or a target that exists.
     """
-    source = pack_folder() / name
-    if not source.is_dir():
-        source = locate(name, "")
+    pack = pack_folder().resolve()
+    paths = ((pack / f"{name.removeprefix('configs/')}{suffix}").resolve() for suffix in ("", ".yaml", ".txt"))
+    source = next((path for path in paths if path.exists() and path.is_relative_to(pack)), None)
+    if source is None:
+        raise LNSConfigError(f"{name}: not in the pack; `olmo-lns config list` shows its files")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
@@ -190,10 +192,27 @@ def config(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="the files of the pack")
     copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study'")
     copying.add_argument("name")
-    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: this folder)")
+    copying.add_argument(
+        "-o", "--out", type=as_path, default=Path("."), help="folder or file name (default: this folder)"
+    )
     args = parser.parse_args(argv)
     print("\n".join(pack_names()) if args.command == "list" else copy_from_pack(args.name, args.out))
     return 0
+
+
+def attempts(folder: Path) -> list[Path]:
+    """Return the console logs in a run folder, oldest first: logs of any name, then ``attempt-<number>.log``."""
+    return sorted(folder.glob("*.log"), key=lambda path: (_attempt_number(path), path.name))
+
+
+def next_attempt(folder: Path) -> Path:
+    """Return the path of the next log, after the highest number: the log of another attempt is never overwritten."""
+    return folder / f"attempt-{max(map(_attempt_number, attempts(folder)), default=0) + 1:02d}.log"
+
+
+def _attempt_number(path: Path) -> int:
+    match = re.fullmatch(r"attempt-(\d+)\.log", path.name)
+    return int(match[1]) if match else 0
 
 
 def script_path(name: str) -> str:

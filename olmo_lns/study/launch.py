@@ -17,7 +17,7 @@ from typing import Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.arms import check_environment
-from olmo_lns.study.collect import attempts, curve_of, other_run
+from olmo_lns.study.collect import curve_of, other_run
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 
@@ -146,9 +146,9 @@ def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subproces
     """
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
+    log = files.next_attempt(folder)
     env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
-    with log.open("wb") as file:
+    with log.open("xb") as file:
         return log, subprocess.Popen(
             command(study, run, out), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             stdin=subprocess.DEVNULL, pass_fds=(lock,),

@@ -61,9 +61,10 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
                 )
 
 
-def check(run: Run, gpus: int) -> list[str]:
+def check(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     """Return the problems of a run on a number of GPUs.
 
+    :param has_layout: False for a config file, for which nobody has named the number of GPUs.
     :raises LNSConfigError: the framework cannot load the config or build the model.
     """
     shape, engine = run.shape, run.engine
@@ -71,7 +72,7 @@ def check(run: Run, gpus: int) -> list[str]:
     problems += engine.problems(run.settings, gpus)
     if shape.steps and shape.warmup >= shape.steps:
         problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: expected fewer")
-    if problem := shape.batch_problem(gpus):
+    if has_layout and (problem := shape.batch_problem(gpus)):
         problems.append(problem)
     _ = run.parameter_count  # build the model
     return problems
@@ -118,7 +119,11 @@ def needed_data(study: Study, runs: Sequence[Run]) -> str:
     if study.data in CORPUS_BUILDERS:
         return "data: text that the launch makes"
     shape = max((run.shape for run in runs), key=lambda shape: shape.tokens)
-    folder = str(study.path.parent / study.data) if study.data else f"${study.engine.data_variable}"
+    if not shape.steps:
+        return "data: not checked, because the duration is in epochs"
+    folder = "$OLMO_DATA_DIR" if study.engine.data_variable == "OLMO_DATA_DIR" else "FOLDER"  # MEGATRON_DATA is a list
+    if study.data:
+        folder = str(study.path.parent / study.data)
     rows = shape.steps * shape.batch_size
     return (
         f"data: {_format_number(shape.tokens)} tokens (docs/data.md); to check them:\n"
@@ -154,12 +159,15 @@ def print_plan(name: str, only: Sequence[str] | None, gpu: str, *, gpus: int | N
         raise LNSConfigError(f"{path}: expected a study (with the key arms) or a framework's config")
     study = replace(study, gpus=gpus, nodes=nodes)
     runs, problems, loaded = study.select_runs(only), list[str](), list[Run]()
+    has_layout = is_description or gpus is not None
     for run in runs:
+        label = run.name if is_description else path.name
         try:
-            problems += [f"{run.name}: {problem}" for problem in check(run, math.prod(study.layout(run)))]
+            found = check(run, math.prod(study.layout(run)), has_layout=has_layout)
+            problems += [f"{label}: {problem}" for problem in found]
             loaded.append(run)
         except LNSConfigError as error:
-            problems.append(f"{run.name}: {error}")
+            problems.append(f"{label}: {error}")
     if loaded == runs and is_description:
         compare_arms(runs)
     if loaded:

@@ -31,7 +31,8 @@ case "$RUN" in
 {cases}
 esac
 mkdir -p "$OUT/$RUN"
-ATTEMPT=$(printf %02d $(($(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | wc -l) + 1)))
+LAST=$(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | sed 's/.*attempt-0*//; s/\\.log$//' | sort -n | tail -1)
+ATTEMPT=$(printf %02d $((${{LAST:-0}} + 1)))
 # srun of Slurm 22.05 and later does not inherit the cores of the job.
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
 srun {container}"${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1

@@ -86,6 +86,11 @@ def test_an_interrupted_demo_goes_on_from_its_checkpoints(tmp_path):
     assert logs.count("[step=1/") == 1 and logs.count("[step=120/") == 1
 
 
+def test_a_description_without_the_measures_of_the_demo_is_refused_before_training(tmp_path, capsys):
+    assert cli.main(["demo", "tiny", "--out", str(tmp_path / "out")]) == 1
+    assert "expected an evaluator heldout" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("demo", 425_984), ("demo-long", 6_815_744)])
 def test_each_arm_has_the_best_rate_of_the_evidence(name, tokens):
     with (REPOSITORY / "docs" / "evidence" / "runs.csv").open() as file:

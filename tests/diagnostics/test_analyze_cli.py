@@ -83,6 +83,15 @@ def test_figures_show_what_was_measured_in_the_colours_of_the_arms(results):
             assert axis.images[0].get_array()[2, 0] == result.blocks["d3"][0]
 
 
+def test_a_model_keeps_the_colour_of_its_arm_beside_others_of_the_same_arm_or_of_none():
+    schemes = ("lns", "preln", "preln", "lns:exponent=0.7")
+    measured = [Measurement("variance", 1, {"variance": [1.0]}, settings={"scheme": scheme}) for scheme in schemes]
+    styles = plots.styles(measured)
+    lns, preln = ARMS["lns"].colour, ARMS["preln"].colour
+    assert [style["color"] for style in styles] == [lns, preln, preln, "black"]
+    assert len({tuple(style.values()) for style in styles}) == 4
+
+
 def accuracy(logits, documents):
     """Share of right answers, by one forward pass for each choice, without padding, cache or the harness."""
     right = []

@@ -5,8 +5,9 @@ from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect import attempts, collect, curve_of, read_results
+from olmo_lns.study.collect import collect, curve_of, read_results
 from olmo_lns.study.describe import Study
+from olmo_lns.study.files import attempts, next_attempt
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
 
@@ -42,9 +43,11 @@ def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, lo
 
 
 def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_it_repeats(tmp_path):
-    for number in (2, 10, 99, 100, 101):
-        (tmp_path / f"attempt-{number:02d}.log").touch()
-    assert [path.stem for path in attempts(tmp_path)] == [f"attempt-{n}" for n in ("02", "10", "99", "100", "101")]
+    names = ["a-log-by-hand", *(f"attempt-{number:02d}" for number in (2, 10, 99, 100, 101))]
+    for name in reversed(names):
+        (tmp_path / f"{name}.log").touch()
+    assert [path.stem for path in attempts(tmp_path)] == names
+    assert next_attempt(tmp_path).name == "attempt-102.log"  # never the name of a log that exists
     heldout = "eval\n    eval/heldout/CrossEntropyLoss=2.{step}\n"
     first = olmo_log({1: 3.0, 2: 2.9}) + heldout.format(step=2) + olmo_log({3: 2.8, 4: 2.8}) + heldout.format(step=4)
     second = olmo_log({3: 2.81})
@@ -53,6 +56,20 @@ def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_i
         assert curve.losses == {1: 3.0, 2: 2.9, 3: 2.81} and curve.heldout == {2: 2.2} and curve.last == 3
     with pytest.raises(LNSConfigError, match="attempt-02.log: 99 total steps at step 5, 10 before"):
         read(tmp_path, first, olmo_log({5: 2.6}, total=99))
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_steps_without_a_loss_are_refused(tmp_path, interval):
+    """A lost log would change the mean at the end of its arm alone."""
+
+    def log(first, last):
+        return olmo_log({interval * step: 3.0 for step in range(first, last + 1)})
+
+    assert read(tmp_path, log(1, 4), log(3, 10)).last == 10 * interval
+    for texts, gap in (((log(1, 4), log(7, 10)), (4, 7)), ((log(5, 10), ""), (0, 5))):
+        message = f"no loss between the steps {interval * gap[0]} and {interval * gap[1]}, .* distance is {interval}:"
+        with pytest.raises(LNSConfigError, match=message):
+            read(tmp_path, *texts)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,10 @@ def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys
     tokens().astype(np.uint16).tofile(tmp_path / "train-00000.npy")  # no longer what its record says
     with pytest.raises(LNSConfigError, match="outside the vocabulary"):
         main(["megatron", str(tmp_path), "-o", str(tmp_path / "m")])
+    for record in ({"dtype": "uint15"}, {"eos": None}):
+        (tmp_path / "train.json").write_text(json.dumps(record))
+        code, text = check(tmp_path / "train-00000.npy", capsys=capsys)
+        assert code == 1 and "train-00000.npy: PROBLEM" in text
 
 
 def test_files_of_one_name_keep_apart(tmp_path, capsys):

@@ -102,6 +102,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
     [
         ({"--pad": "70000"}, "--pad '70000': .* an id up to 256"),
         ({"--eos": "</s>"}, "--eos '</s>': expected a token of this tokenizer"),
+        ({"--name": "tokenizer"}, "--name tokenizer: .* use another --name"),
         (
             {"--tokenizer": "nowhere/tokenizer.json"},
             "nowhere/tokenizer.json: no such file, and not a tokenizer of OLMo",

@@ -107,6 +107,7 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
         ("launch: {sbatch: {qos: \"a\\n#SBATCH --x\"}}\n", "launch: sbatch: qos: .*match pattern"),
         ("published: lns-2\n", "published: 'lns-2': expected one of lns-1"),
         ("sizes: [a/b]\n", "sizes: a/b"),
+        ("seeds: []\n", "describes no run"),
         ("arms: [lns, 'lns:exponent=0.5']\n", "two runs would have the folder 60M-lns-s1: give each arm"),
         ("only: {1B: [lns]}\n", "only names 1B, which the description lacks: expected 60M"),
         ("launch: {nodes: {1B: 2}}\n", "nodes names 1B"),
@@ -193,8 +194,9 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
     assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
     with pytest.raises(LNSConfigError, match="exists: give another name"):
         files.config(["copy", "study/tiny"])
-    with pytest.raises(LNSConfigError, match="olmo/60M-lsn.yaml: no such file"):
-        files.config(["copy", "olmo/60M-lsn.yaml"])
+    for name in ("olmo/60M-lsn.yaml", "../tests", "llama-c4.yaml", str(tmp_path)):  # the pack's files only
+        with pytest.raises(LNSConfigError, match=f"{name}: not in the pack"):
+            files.config(["copy", name, "-o", "new"])
     assert files.config(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli, files, launch
-from olmo_lns.study.collect import attempts, curve_of
+from olmo_lns.study.collect import curve_of
 from olmo_lns.study.describe import Study
 
 
@@ -95,11 +95,13 @@ def test_an_array_task_of_a_slurm_script_starts_its_own_run(built, tmp_path):
     (fake / "python").write_text('#!/bin/sh\necho "python $@ A=$A"\n')
     for path in fake.iterdir():
         path.chmod(0o755)
-    for script, task, name in ((scripts[0], "3", "a-lns-s2"), (scripts[1], "1", "b-lns-s1")):
+    (built.out / "b-lns-s1").mkdir()
+    (built.out / "b-lns-s1" / "attempt-09.log").write_text("an earlier attempt\n")
+    for script, task, name, number in ((scripts[0], "3", "a-lns-s2", "01"), (scripts[1], "1", "b-lns-s1", "10")):
         env = {**os.environ, "PATH": f"{fake}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": task, "SLURM_JOB_ID": "7"}
         env["SLURM_CPUS_ON_NODE"] = "1"
         subprocess.run(["bash", str(script)], env=env, check=True)
-        log = (built.out / name / "attempt-01.log").read_text()
+        log = (built.out / name / f"attempt-{number}.log").read_text()
         assert f"--run_name={name}" in log and "--nproc-per-node 2" in log and "A=b" in log
     assert "--rdzv-id 7" in log and "--nnodes 2" in log
     assert sorted(path.name for path in built.out.iterdir()) == ["a-lns-s2", "b-lns-s1"]
@@ -172,7 +174,7 @@ def test_a_failed_run_shows_the_end_of_its_log(built, capsys, tmp_path):
 
 
 def losses(out, name):
-    return curve_of(out / name).losses if (out / name).exists() and attempts(out / name) else {}
+    return curve_of(out / name).losses if (out / name).exists() and files.attempts(out / name) else {}
 
 
 @pytest.mark.slow

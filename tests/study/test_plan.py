@@ -95,7 +95,7 @@ def test_a_duration_in_epochs_has_no_cost_and_the_rest_is_checked(tmp_path, caps
     path = tmp_path / "60M-lns.yaml"
     path.write_text(text)
     code, out = plan(capsys, path)
-    assert code == 0 and re.search("60M +1 +85.1M +– +– +– ", out)
+    assert code == 0 and re.search("60M +1 +85.1M +– +– +– ", out) and "the duration is in epochs" in out
     path.write_text(text.replace("lns_rms", "rms"))
     code, out = plan(capsys, path)
     assert code == 1 and "but arm 'lns' is" in out
@@ -104,10 +104,18 @@ def test_a_duration_in_epochs_has_no_cost_and_the_rest_is_checked(tmp_path, caps
         assert OLMO.shape(OLMO.settings(OLMO.load(path, {}))).steps == steps
 
 
+def test_a_config_file_is_checked_without_a_number_of_gpus(capsys):
+    """Its batch of 4 sequences does not fit the 8 GPUs of the estimate."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    assert plan(capsys, "evidence-cpu-base")[0] == 0
+    code, text = plan(capsys, "evidence-cpu-base", "--gpus", "8")
+    assert code == 1 and "PROBLEM: evidence-cpu-base.yaml: 8 GPUs" in text and "micro-batch" not in text
+
+
 def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(capsys):
     code, text = plan(capsys, "paper-megatron", "--only", "7B-lns", "--gpus", "16", "--gpu", "H100")
     assert code == 0 and re.search(r"7B +1 +6.89B +20B +38,147 +608.0 +16 ", text)
-    assert "olmo-lns data check $MEGATRON_DATA --sequence 2048 --rows 9765632" in text
+    assert "olmo-lns data check FOLDER --sequence 2048 --rows 9765632" in text
     study = Study.load("paper-megatron")
     layouts = {(None, None): (4, 8), (16, None): (2, 8), (4, None): (1, 4), (16, 4): (4, 4), (None, 2): (2, 8)}
     for (gpus, nodes), expected in layouts.items():

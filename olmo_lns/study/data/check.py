@@ -105,7 +105,7 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
             if (positions := mask.stat().st_size) != result.tokens:
                 raise LNSConfigError(f"{mask.name} has {positions:,} positions, the file {result.tokens:,} tokens")
             result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
-    except (LNSConfigError, OSError) as error:
+    except (LNSConfigError, OSError, TypeError, ValueError) as error:  # a record with a wrong dtype or end token
         result.problems.append(str(error))
     return result
 

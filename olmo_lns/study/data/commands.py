@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import Parser, at_least
+from olmo_lns.arguments import Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetching.add_argument("list", help="a file, or a name in the pack: dolma")
     fetching.add_argument("--tokens", type=float, default=20e9, help="tokens of training text (default 20e9)")
     fetching.add_argument("--heldout", type=float, default=2e6, help="tokens of held-out text (default 2e6)")
-    fetching.add_argument("-o", "--out", type=Path, required=True, help="folder")
+    fetching.add_argument("-o", "--out", type=as_path, required=True, help="folder")
     prepare.arguments(
         commands.add_parser(
             "prepare",
@@ -39,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     converting = commands.add_parser("megatron", help="convert OLMo's memmaps to Megatron's .bin and .idx")
-    converting.add_argument("-o", "--out", type=Path, required=True, help="folder")
+    converting.add_argument("-o", "--out", type=as_path, required=True, help="folder")
     for command in (checking, converting):
-        command.add_argument("paths", nargs="+", type=Path, help="folders (searched recursively) or files")
+        command.add_argument("paths", nargs="+", type=as_path, help="folders (searched recursively) or files")
         command.add_argument(
             "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: of the record, else uint16)"
         )

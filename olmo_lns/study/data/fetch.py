@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.files import exclusive_lock
@@ -49,8 +51,11 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * TOKEN_SIZE
     out.mkdir(parents=True, exist_ok=True)
     problem = f"{out}: another fetch writes into this folder: wait until it ends"
+    retries = Retry(5, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504))
     with exclusive_lock(out / ".fetch.lock", problem), requests.Session() as session:
         session.headers["Accept-Encoding"] = "identity"
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=retries))
         for name, url in files.items():
             try:
                 _fetch_file(session, out / name, url, share)
@@ -58,11 +63,20 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
                 raise LNSConfigError(f"{url}: {one_line(error)}; repeat the command to continue") from None
 
 
+def _total_size(response: requests.Response, start: int) -> int:
+    """Return the size of the whole file. :raises LNSConfigError: the response does not start at byte ``start``."""
+    match = re.fullmatch(rf"bytes {start}-\d+/(\d+)", response.headers.get("Content-Range", ""))
+    if match is None:
+        raise LNSConfigError(f"{response.url}: the server does not support byte ranges")
+    return int(match[1])
+
+
 def _fetch_file(session: requests.Session, path: Path, url: str, limit: int) -> None:
     """Write the first ``limit`` bytes of a file, or the whole file if it is shorter."""
-    head = session.head(url, allow_redirects=True, timeout=60)
-    head.raise_for_status()
-    tag, total = head.headers.get("ETag", ""), int(head.headers["Content-Length"])
+    first_byte = session.get(url, headers={"Range": "bytes=0-0"}, timeout=60, stream=True)  # some servers refuse HEAD
+    first_byte.raise_for_status()
+    tag, total = first_byte.headers.get("ETag", ""), _total_size(first_byte, 0)
+    first_byte.close()
     size = min(limit, total)
     if path.is_file():
         if (actual := path.stat().st_size) != size:
@@ -78,8 +92,7 @@ def _fetch_file(session: requests.Session, path: Path, url: str, limit: int) -> 
                 response.raise_for_status()
                 if response.headers.get("ETag", "") != tag:
                     raise LNSConfigError(f"{url}: the file changed on the server: fetch it again")
-                if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-{size - 1}/"):
-                    raise LNSConfigError(f"{url}: the server does not support byte ranges")
+                _total_size(response, start)
                 for content in response.iter_content(CHUNK):
                     file.write(content)
                     progress = f"{file.tell() / size:.0%} of {size / TOKEN_SIZE:,.0f} tokens"

@@ -16,7 +16,7 @@ from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from olmo_lns.arguments import at_least
+from olmo_lns.arguments import as_path, at_least
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.text import write_whole
 from olmo_lns.tokenizers import find_local
@@ -80,7 +80,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("kind", choices=("c4", "jsonl"))
     add("paths", nargs="+", help="JSON lines with a key `text`; for c4 a split: train or validation")
-    add("-o", "--out", type=Path, required=True)
+    add("-o", "--out", type=as_path, required=True)
     add("--name", default="train", help="the files are NAME-00000.npy and NAME-00000.mask")
     add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
     add("--eos", required=True, help="end of document: a token or its id")
@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     """Run ``olmo-lns data prepare``. No partial files are left; the record ``NAME.json`` is written last."""
     # OLMo's evaluator reads tokenizer.json.
     record_path, tokenizer_path = args.out / f"{args.name}.json", args.out / "tokenizer.json"
+    if record_path == tokenizer_path:
+        raise LNSConfigError("--name tokenizer: the tokenizer has this file: use another --name")
     if record_path.exists():
         raise LNSConfigError(f"{record_path} exists: these data are complete; use another --name or --out")
     tokenizer = load_tokenizer(args.tokenizer)

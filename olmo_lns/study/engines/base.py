@@ -79,10 +79,12 @@ class Shape:
         copies, rest = divmod(gpus, self.model_parallel_size)
         if rest == 0 and self.batch_size % (copies * self.micro_batch_size) == 0:
             return None
+        details, remedy = "", "use another number of GPUs"
+        if self.micro_batch_size > 1:
+            details, remedy = f" at a micro-batch of {self.micro_batch_size}", f"{remedy} or a smaller micro-batch"
         return (
-            f"{gpus} GPUs, {self.model_parallel_size} for each copy of the model, at a micro-batch of "
-            f"{self.micro_batch_size} do not divide the batch of {self.batch_size}: use another number of GPUs or a "
-            "smaller micro-batch"
+            f"{gpus} GPUs, {self.model_parallel_size} for each copy of the model,{details} do not divide the batch of "
+            f"{self.batch_size}: {remedy}"
         )
 
 

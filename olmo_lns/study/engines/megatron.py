@@ -19,13 +19,13 @@ from types import SimpleNamespace
 from typing import Any, Mapping, Sequence
 from unittest import mock
 
-from olmo_lns.arguments import Parser
+from olmo_lns.arguments import Parser, as_path
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
-from olmo_lns.study.files import VARIABLE, fill_variables, locate
+from olmo_lns.study.files import VARIABLE, attempts, fill_variables, locate
 from olmo_lns.study.files import read as read_yaml
 
 OPTION = "--lns-config"
@@ -82,7 +82,7 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
     :raises LNSConfigError: two files, or errors of :func:`read` and :func:`to_flags`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, dest="files", type=Path, action="append", default=[])
+    parser.add_argument(OPTION, dest="files", type=as_path, action="append", default=[])
     args, explicit = parser.parse_known_args(argv)
     if not args.files:
         return explicit
@@ -256,7 +256,7 @@ class MegatronEngine(Engine):
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         """Return the arguments in the latest log with a whole ``arguments`` block."""
         arguments: dict[str, str] = {}
-        for path in sorted(folder.glob("*.log")):
+        for path in attempts(folder):
             _, _, rest = path.read_text(encoding="utf-8", errors="replace").partition("- arguments -")
             block, end, _ = rest.partition("- end of arguments -")
             if end:
