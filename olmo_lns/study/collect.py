@@ -48,9 +48,15 @@ class Curve:
         return next(reversed(self.losses), 0)
 
     @property
+    def interval(self) -> float:
+        """The usual number of steps between two losses."""
+        distances = [after - before for before, after in pairwise(self.losses)]
+        return statistics.median(distances) if distances else 1
+
+    @property
     def is_done(self) -> bool:
-        """True if the loss of the last planned step is known."""
-        return self.total_steps is not None and self.last >= self.total_steps
+        """True if no planned step with a loss is missing. Megatron logs multiples of ``--log-interval`` only."""
+        return self.total_steps is not None and self.last + self.interval > self.total_steps
 
     def final(self, fraction: float) -> tuple[float, int]:
         """Return the mean and the number of the losses in the last ``fraction`` of a finished run."""
@@ -124,13 +130,11 @@ def curve_of(folder: Path) -> Curve | None:
 
 def _check_gaps(curve: Curve, folder: Path) -> None:
     """Raise an error for steps without a loss: a log is missing or damaged, and a mean over the rest would be wrong."""
-    steps = [0, *curve.losses]
-    usual = statistics.median(after - before for before, after in pairwise(steps)) if curve.losses else 0
-    for before, after in pairwise(steps):
-        if after - before > 2 * usual:
+    for before, after in pairwise([0, *curve.losses] if len(curve.losses) > 1 else ()):
+        if after - before > 2 * curve.interval:
             raise LNSConfigError(
-                f"{folder}: no loss between the steps {before} and {after}, where the usual distance is {usual:g}: "
-                "restore the missing log, or remove the folder to run again"
+                f"{folder}: no loss between the steps {before} and {after}, where the usual distance is "
+                f"{curve.interval:g}: restore the missing log, or remove the folder to run again"
             )
 
 

@@ -28,17 +28,19 @@ def test_a_console_log_of_megatron_has_its_losses(tmp_path):
     curve = read(tmp_path, text)
     assert curve.losses == {10: 10.82, 20: 9.5} and curve.total_steps == 100 and curve.heldout == {10: 9.1, 20: 9.2}
     assert not curve.is_done
+    for total, is_done in ((20, True), (27, True), (30, False)):  # Megatron logs multiples of --log-interval only
+        assert read(tmp_path, megatron_log({1: "11", 10: "10", 20: "9"}, total)).is_done is is_done
 
 
 @pytest.mark.parametrize("log", [olmo_log, megatron_log])
 def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, log):
     """The 2 that is left of 2.9876 is not the loss of that step."""
-    text = "\x1b[1mstart\x1b[0m\n" + log({9: "3.1", 10: "2.9876"}, total=10)
+    text = "\x1b[1mstart\x1b[0m\n" + log({5: "3.1", 10: "2.9876"}, total=10)
     curve = read(tmp_path, text)
-    assert curve.losses == {9: 3.1, 10: 2.9876} and curve.total_steps == 10 and curve.is_done
+    assert curve.losses == {5: 3.1, 10: 2.9876} and curve.total_steps == 10 and curve.is_done
     for length in (1, -2):  # inside the number, and before it
         cut = read(tmp_path, text[: text.index("2.9876") + length])
-        assert cut.losses == {9: 3.1} and cut.last == 9 and not cut.is_done
+        assert cut.losses == {5: 3.1} and cut.last == 5 and not cut.is_done
     assert read(tmp_path, "Traceback\n").losses == {} and curve_of(tmp_path / "none") is None
 
 
