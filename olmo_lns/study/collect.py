@@ -59,10 +59,14 @@ class Curve:
         return self.total_steps is not None and self.last + self.interval > self.total_steps
 
     def final(self, fraction: float) -> tuple[float, int]:
-        """Return the mean and the number of the losses in the last ``fraction`` of a finished run."""
+        """Return the mean and the number of the losses in the last ``fraction`` of a finished run.
+
+        Megatron also logs the first step after a restart. That loss is omitted: the next loss includes it.
+        """
         start = self.last - max(1, round(fraction * self.last))
-        tail = [loss for step, loss in self.losses.items() if step > start]
-        return statistics.fmean(tail), len(tail)
+        tail = {step: loss for step, loss in self.losses.items() if step > start}
+        regular = [loss for step, loss in tail.items() if step % self.interval == 0] or [*tail.values()]
+        return statistics.fmean(regular), len(regular)
 
     def add_line(self, line: str, step: int) -> int:
         """Add the loss in a log line of any framework, and return the step of the next lines.

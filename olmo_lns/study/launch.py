@@ -6,6 +6,7 @@ The framework trains and resumes. A run with a complete log is skipped.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from olmo_lns.study.describe import Run, Study
 
 #: Number of lines shown from the log of a failed run.
 TAIL = 12
+#: Commands that run as one process without torchrun's environment variables. Megatron's and OLMo's scripts need these.
+STANDALONE = ("train", "configs/olmo_core/train.py")
 #: Arguments that the shell expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 
@@ -38,7 +41,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
         raise LNSConfigError(f"run {run.name}: {problem}")
     arguments = run.engine.arguments(run, (out / run.name).resolve())
     program = ["-m", "olmo_lns", files.script_path(study.launch.command), *arguments, *study.launch.args]
-    if nproc == nodes == 1:
+    if nproc == nodes == 1 and study.launch.command in STANDALONE:
         return [python, *program]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     if nodes == 1:
@@ -168,6 +171,9 @@ def _run_fails(study: Study, run: Run, out: Path, lock: int) -> bool:
         raise
     print(f"{run.name}: exit {code}", flush=True)
     if code:
-        last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        text = log.read_text(encoding="utf-8", errors="replace")
+        # torchrun's report of the failure follows the error of the run.
+        own_text = re.split(r"^.*/distributed/elastic/.*failed \(exitcode", text, maxsplit=1, flags=re.MULTILINE)[0]
+        last_lines = own_text.splitlines()[-TAIL:]
         print("\n  ".join([f"{run.name} failed; the last lines of {log}:", *last_lines]), file=sys.stderr, flush=True)
     return code != 0

@@ -9,11 +9,13 @@ import time
 
 import pytest
 import yaml
+from support import launch as support_launch
+from support import megatron_launch
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli, files, launch
-from olmo_lns.study.collect import curve_of
+from olmo_lns.study.collect import collect, curve_of
 from olmo_lns.study.describe import Study
 
 
@@ -171,6 +173,31 @@ def test_a_failed_run_shows_the_end_of_its_log(built, capsys, tmp_path):
     built.save()
     assert cli.main(["launch", str(built.path), "--out", str(built.out), "--run", "--only", "a-lns-s1"]) == 1
     assert "ValueError: a bad shard" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_of_megatron_is_launched_resumed_and_collected(tmp_path):
+    """By an unmodified pretrain_gpt.py. Its log interval does not divide the number of steps."""
+    tree = megatron_launch.checkout()
+    megatron_launch.build_helpers(tree)
+    options = [words.split() for words in megatron_launch.MODEL.split("--")[1:]]
+    settings = {name: value[0] if value else True for name, *value in options}
+    settings |= {"train-iters": 37, "lr-decay-iters": 37, "log-interval": 5, "save-interval": 10, "split": "90,10,0"}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(settings | {"eval-iters": 1, "eval-interval": 10}))
+    keys = {"name": "m", "framework": "megatron", "config": "base.yaml", "arms": ["preln_scaled_init", "lns"]}
+    keys |= {"final_fraction": 0.5, "launch": {"command": "pretrain_gpt.py"}}
+    expected = {"exit": ("incomplete", 20), "resume": ("complete", 35)}
+    for name, size in (("exit", {"exit-interval": 20}), ("resume", {})):
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump({**keys, "sizes": {"s": size}}))
+        words = ["study", "launch", str(tmp_path / "s.yaml"), "--out", str(tmp_path / "out"), "--run"]
+        command = [sys.executable, "-m", "olmo_lns", *words]
+        done = support_launch.run(command, cwd=tree, env=megatron_launch.environment())
+        assert done.code == 0, done.text[-3000:]
+        table = collect(Study.load(tmp_path / "s.yaml"), tmp_path / "out")
+        assert [(row.status, row.step) for row in table.itertuples()] == [expected[name]] * 2
+    assert [*table.points] == [4, 4] and table.loss.nunique() == 2 and table.heldout.notna().all()
+    again = support_launch.run(command, cwd=tree, env=megatron_launch.environment())
+    assert again.code == 0 and again.text.count(": done") == 2
 
 
 def losses(out, name):
