@@ -24,7 +24,7 @@ from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import one_process
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect import Curve, curve_of, other_run
+from olmo_lns.study.collect import Curve, curve_of, difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, start
@@ -76,7 +76,7 @@ def train(study: Study, out: Path, lock: int) -> None:
     :raises LNSError: a run failed (the other runs finish first), or the folder has a run with other settings.
     """
     for run in study.runs:
-        if problem := other_run(run, out / run.name):
+        if problem := difference_from_saved(run, out / run.name):
             raise LNSConfigError(f"{problem}; use another --out")
     unfinished = [run for run in study.runs if not is_finished(run, out)]
     processes = [start(study, run, out, lock)[1] for run in unfinished]

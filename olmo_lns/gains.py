@@ -11,7 +11,7 @@ Let s = layer_number ** -exponent. Under AdamW these two train alike (docs/what-
 
 A scheduler must multiply each group's own rate, as LambdaLR does; ``eta_min`` of CosineAnnealingLR is one floor for all
 groups. Norm biases go with their gains. The equality holds for Adam and AdamW; SGD would need s ** 2 * lr. Clipping by
-the global norm sees other gradients, a small departure.
+the global norm makes a small difference, because the gains' gradients differ.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Call:
         stream: torch.Tensor = self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
         return stream
 
-    def on(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def replay(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Run ``block`` on the stream ``x`` with the other arguments unchanged; return the stream after the block."""
         args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
@@ -214,7 +214,7 @@ class _Replay:
             return lambda _, args, kwargs, output: calls_by_name.setdefault(name, []).append((args, kwargs, output))
 
         with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
-            self.call.on(self.block, self.x)
+            self.call.replay(self.block, self.x)
         norms = {}
         for name, norm_calls in calls_by_name.items():
             args, kwargs, output = norm_calls[0]
@@ -250,7 +250,7 @@ class _Replay:
         handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
         with hooks(handles):
-            moved = self.call.on(self.block, x).detach().double() - x.double()
+            moved = self.call.replay(self.block, x).detach().double() - x.double()
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def constant(self, names: Sequence[str]) -> bool:
@@ -314,8 +314,10 @@ class _Replay:
         return float((large - small).norm()) < 0.05 * float((small - zero).norm())
 
     def _branches(self, single_effects: Sequence[torch.Tensor]) -> int:
-        """Count the branches. The effects of two sites, or of two children that read the only site, add up across
-        branches (attention, feed-forward) and do not add up within a branch (queries, keys, values).
+        """Count the branches: two modules are in different branches if their effects add.
+
+        The modules are the sites, or the children that read the only site. Within a branch, as for queries, keys and
+        values, effects do not add.
 
         :param alone: effect of each site.
         """

@@ -1,7 +1,7 @@
 """Sites: scale a norm, measure it, read its scheme back, count and report sites.
 
-A :class:`Site` marks the module that computes the plan of a sub-layer, in LayerNorm Scaling the norm. The scheme of a
-built model is always read from its sites.
+A :class:`Site` marks the module that applies the factors of a sub-layer: under LayerNorm Scaling, the norm. The scheme
+of a built model is always read from its sites.
 
 A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
 ``isinstance`` checks do not change. An integration derives one class for each norm of known arithmetic (the factor is
@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, Callable, Iterable, Iterator
@@ -144,8 +145,8 @@ class Scaled(Derived):
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
         replaced = vars(self).get("forward")
-        # accelerate's hooks keep the old forward; a Product applies the factor
-        if replaced is not None and not isinstance(replaced, Product) and "_old_forward" not in vars(self):
+        # accelerate's hooks keep the old forward; a ScaledForward applies the factor
+        if replaced is not None and not isinstance(replaced, ScaledForward) and "_old_forward" not in vars(self):
             return self.lns_form
         factor: dict[str, Any] = {self.lns_field: self.lns_scale}
         return replace(self.lns_form, **factor)
@@ -174,7 +175,7 @@ class ScaledOutput(Scaled):
         return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
 
 
-class Product:
+class ScaledForward:
     """The forward of a module instance, times the module's factor."""
 
     def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
@@ -252,7 +253,7 @@ def scale(
         set_kind(module, derived(mixin, stock), factor, form=form, field=field)
         replaced = vars(module).get("forward")
         if replaced is not None:
-            module.forward = Product(module, replaced)
+            module.forward = ScaledForward(module, replaced)
         try:
             problem = respond(module).problem(stock_response, factor)
         except Exception as error:  # the folded arithmetic reads an attribute that this norm lacks
@@ -305,7 +306,7 @@ def restore(model: Any) -> None:
                 if made_of
                 else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
             )
-            _restore_class(module, stock, forward.forward if isinstance(forward, Product) else forward)
+            _restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
         vars(module).pop("lns_sites", None)
 
 
@@ -336,12 +337,23 @@ def start_up_line(
     Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
     """
     scheme = read_back(model)
-    count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
+    norms = scheme.sites(n_layers)
+    if scheme.keeps_forward(n_layers) and not local:
+        norms = len({module for _, module, _ in sites(model)})  # parallel blocks may share one norm
+    count = f"{norms} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
     ways = dict.fromkeys(_application(module) for _, module, _ in sites(model) if isinstance(module, Scaled))
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
     parts = [count, *describe_factors(scheme, n_layers), parameters, *ways, initialization]
     parts.append(f"measured: {', '.join(measured)}")
     return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
+
+
+def write_line(line: str) -> None:
+    """Write the start-up line: to the log if it has a handler for it, else to stderr in the first process."""
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", line)
+    elif os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def _application(module: Any) -> str:

@@ -31,9 +31,10 @@ def run(code, *, path=None, check=True, **environment):
 
 
 def before_olmo(code, **how):
-    """What ``code`` prints in a fork of an interpreter that has imported torch."""
+    """Return the output of ``code``, without start-up lines, in a fork of an interpreter that has imported torch."""
     done = forked.run(BOOT + textwrap.dedent(code), **how)
-    return (done.stdout + done.stderr).strip()
+    lines = (done.stdout + done.stderr).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("LayerNorm Scaling on: ")).strip()
 
 
 #: Trains nothing: builds under LNS, and prints the factors.

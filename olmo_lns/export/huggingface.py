@@ -20,7 +20,7 @@ from olmo_lns.sites import read_back
 _TOLERANCE, _TOLERANCE_HALF = 1e-4, 0.05
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:
+def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open a transformers checkpoint, stock or of this package (``lns_llama``, …); transformers selects the files.
 
     :param folder: folder, or name on the hub. :param scheme: scheme that a stock checkpoint was trained with.
@@ -48,7 +48,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
         eos_token_id=eos if isinstance(eos, int) else None,
         pad_token_id=getattr(config, "pad_token_id", None),
     )
-    return under(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
+    return with_scheme(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
 
 
 def auto_class(config: Any) -> str:
@@ -74,7 +74,7 @@ def _load(loader: Any, path: Path | None, source: Path, *, strict: bool = False,
     return model
 
 
-def under(opened: Opened, scheme: Scheme) -> Opened:
+def with_scheme(opened: Opened, scheme: Scheme) -> Opened:
     """Apply ``scheme`` to a stock transformers model whose weights were trained with it."""
     from olmo_lns.integrations.transformers import apply
 

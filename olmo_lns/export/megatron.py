@@ -241,7 +241,7 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     return saved.folder.name
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:
+def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open a checkpoint as a Llama under its scheme. :param scheme: scheme of a checkpoint that names none.
 
     :raises LNSConfigError: a model that Llama cannot represent, with the reasons, or an error of :func:`read`.
@@ -251,7 +251,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     model = huggingface.build(values, _llama_weights(saved, values), folder)
     max_length = values["max_position_embeddings"]
     stock = Opened(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
-    return huggingface.under(stock, scheme)
+    return huggingface.with_scheme(stock, scheme)
 
 
 def _llama_config(saved: Saved) -> dict[str, Any]:

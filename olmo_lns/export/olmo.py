@@ -24,7 +24,7 @@ SHARDED = "model_and_optim"
 _OLMO_EPS = 1e-5
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:
+def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open an OLMo checkpoint, unsharded or sharded. :param scheme: scheme of a checkpoint with a stock norm type.
 
     :raises LNSConfigError: OLMo refuses the config, or the weights do not fit the model.

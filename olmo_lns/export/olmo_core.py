@@ -27,7 +27,7 @@ _LNS_SETTINGS = ("scheme", "exponent", "initialization")
 DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:
+def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open an OLMo-core checkpoint. :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
 
     :raises LNSConfigError: OLMo-core is not installed or refuses the config, or the weights do not fit the model.

@@ -85,7 +85,7 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> O
     """
     folder = Path(folder)
     requested = parse(scheme) if isinstance(scheme, str) else scheme
-    opened: Opened = module_of(kind_of(folder)).open(folder, requested)
+    opened: Opened = module_of(kind_of(folder)).open_folder(folder, requested)
     opened.model.eval()
     if requested is not None and opened.scheme != requested:
         raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {requested}. Leave --scheme out.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
@@ -325,7 +324,7 @@ def _measure(norm: Any, width: int, where: str) -> None:
 
 
 def report(model: nn.Module, stack: Stack, measured: Sequence[str], initialization: str = "") -> None:
-    """Write the start-up line in the first process: to the log if it has a handler, else to stderr."""
+    """Write the start-up line in the first process."""
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
@@ -334,7 +333,4 @@ def report(model: nn.Module, stack: Stack, measured: Sequence[str], initializati
     )
     if stack.cancelled:
         line += f"; a later norm cancels the factor of {', '.join(stack.cancelled)}"
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info("%s", line)
-    else:
-        print(line, file=sys.stderr)
+    sites.write_line(line)

@@ -142,7 +142,7 @@ def _check_gaps(curve: Curve, folder: Path) -> None:
             )
 
 
-def other_run(run: Run, folder: Path) -> str | None:
+def difference_from_saved(run: Run, folder: Path) -> str | None:
     """Describe a difference between ``run`` and the config saved in ``folder``; return None if they agree."""
     engine, saved = run.engine, run.engine.saved_settings(folder)
     if not saved:
@@ -183,7 +183,7 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
         if curve is None and not allow_missing:
             raise LNSConfigError(f"run {run.name} is missing: no log in {folder}: launch it, or pass --allow-missing")
         if curve and curve.losses:
-            if problem := other_run(run, folder):
+            if problem := difference_from_saved(run, folder):
                 raise LNSConfigError(problem)
             if saved := run.engine.saved_settings(folder):
                 settings[run.name] = saved

@@ -18,7 +18,7 @@ from typing import Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.arms import check_environment
-from olmo_lns.study.collect import curve_of, other_run
+from olmo_lns.study.collect import curve_of, difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 
@@ -132,7 +132,7 @@ def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
     """Return the unfinished runs. :raises LNSConfigError: a folder has a run with other settings."""
     unfinished = []
     for run in runs:
-        if problem := other_run(run, out / run.name):
+        if problem := difference_from_saved(run, out / run.name):
             raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
         curve = curve_of(out / run.name)
         if curve is not None and curve.is_done:

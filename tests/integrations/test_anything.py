@@ -178,10 +178,11 @@ def with_taps():
         (with_taps, ("n1", "n2")),
     ],
 )
-def test_a_model_equals_hooks_in_training(model, names):
+def test_a_model_equals_hooks_in_training(model, names, capsys):
     reference, model = model(), model()
     hooked(reference, reference.layers.values(), names)
     olmo_lns.apply(model, example=IDS)
+    assert f"LayerNorm Scaling on: {len(names) * len(model.layers)} norms" in capsys.readouterr().err
     found, expected = (torch.random.manual_seed(2) and each(IDS) for each in (model, reference))
     assert (found - expected).norm() <= (1e-6 if found.dtype == torch.float32 else 0.01) * expected.norm()
 

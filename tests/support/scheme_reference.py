@@ -9,13 +9,6 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
 
-#: The schemes that have a formula here.
-NAMES = (
-    *("lns", "postln", "mixln", "deepnorm", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "admin"),
-    *("groupln", "layerscale", "skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff"),
-    "lnsafterresidual",
-)
-
 
 def residual(name, x, f, n, m, p, which, number, count, exponent=0.5):
     """The stream after one sub-layer. :param n: its first norm. :param m: its second. :param p: the block's weights."""

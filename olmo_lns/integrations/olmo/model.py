@@ -44,7 +44,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
         config.lns_built = True
         if selected:
-            log.info("%s", _line(self, scheme, initialization, measured))
+            sites.write_line(_line(self, scheme, initialization, measured))
 
     return wrapped
 

@@ -16,7 +16,7 @@ from olmo_lns.record import require_same
 
 
 def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> str:
-    """Rebuild that member as text. Its module and name stand in saved checkpoints and are never changed."""
+    """Return that member as text. Old checkpoints name this function: never rename or move it."""
     return record
 
 

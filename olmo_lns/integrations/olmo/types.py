@@ -176,7 +176,7 @@ def require_supported(config: Any) -> None:
     kind, problem = f"layer_norm_type={config.layer_norm_type!s}", ""
     if config.norm_after and has_scheme(config.layer_norm_type):
         raise OLMoConfigurationError(
-            f"{kind} with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false."
+            f"{kind} with norm_after=true: the scheme already defines the places of the norms. Set norm_after: false."
         )
     for number, sub_layer, plan in scheme_of(config.layer_norm_type).plans(config.n_layers):
         if plan.norms not in (1, 2):

@@ -57,7 +57,7 @@ def report(model: Any, n_layers: int) -> None:
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )
-    log.info("%s", line)
+    sites.write_line(line)
 
 
 def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:

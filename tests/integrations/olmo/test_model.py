@@ -92,5 +92,10 @@ def test_measuring_leaves_the_random_numbers_of_the_launch_alone_and_is_fast():
 @pytest.mark.parametrize("name", ["lns", "lns_default", "sandwich_rms"])
 def test_norm_after_is_refused(name):
     OLMo(model_config(layer_norm_type="rms", norm_after=True))
-    with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
+    with pytest.raises(OLMoConfigurationError, match="the scheme already defines the places"):
         OLMo(model_config(layer_norm_type=name, norm_after=True))
+
+
+def test_the_start_up_line_is_shown_where_no_logging_is_set_up(capsys):
+    build(layer_norm_type="lns_rms")
+    assert capsys.readouterr().err.count("LayerNorm Scaling on: ") == 1
