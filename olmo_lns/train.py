@@ -192,6 +192,8 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
     if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
+    if cfg.stop_at < trainer.max_steps:
+        log.warning("stop_at=%d ends this run before max_duration (step %d)", cfg.stop_at, trainer.max_steps)
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:
         return trainer.global_step, not cfg.dry_run

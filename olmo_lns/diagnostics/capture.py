@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from unittest import mock
 
 import torch
@@ -154,9 +154,20 @@ def run_observed(
         calls: dict[int, BlockCall] = {}
         with observe(blocks, calls.__setitem__):
             run_model(model, ids, mask, logits=False)
-        if missing := [str(index + 1) for index in range(len(blocks)) if index not in calls]:
-            raise LNSError(f"block {', '.join(missing)} did not run on this data: give data that runs every block")
+        require_all_ran(calls, len(blocks))
         yield [calls[index] for index in range(len(blocks))], mask
+
+
+def require_all_ran(indices: Container[int], count: int) -> None:
+    """Check that every block ran. :param indices: 0-based, of the blocks that ran. :raises LNSError: the others."""
+    if missing := [str(index + 1) for index in range(count) if index not in indices]:
+        raise LNSError(f"block {', '.join(missing)} did not run on this data: give data that runs every block")
+
+
+def require_finite(losses: torch.Tensor) -> None:
+    """Check the losses of the whole model. :raises LNSError: NaN or infinite losses."""
+    if not bool(torch.isfinite(losses).all()):
+        raise LNSError("the loss is not finite: `olmo-lns analyze variance` names the first block that is not finite")
 
 
 def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

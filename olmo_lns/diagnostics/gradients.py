@@ -26,7 +26,14 @@ from typing import Any, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluation_batches, run_observed, sequence_losses
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    BlockCall,
+    evaluation_batches,
+    require_finite,
+    run_observed,
+    sequence_losses,
+)
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
@@ -155,8 +162,8 @@ def gradient_norms(
     ``total``, each kind, and each parameter by its name in the block. Its details are the mean loss per token in nats
     and the norms of the parameters ``outside`` the blocks. ``tokens`` counts predicted tokens.
 
-    :raises LNSError: no token to predict, or a loss or gradient that is not finite. The message names the blocks; the
-        last of them is the origin, because the backward pass carries the values to the earlier blocks.
+    :raises LNSError: no token to predict, a loss that is not finite, or a gradient that is not. In the last case the
+        message names the blocks; the last of them is the origin, because a backward pass goes to the earlier blocks.
 
     Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).blocks["total"]`` has one number per block.
     """
@@ -170,6 +177,7 @@ def gradient_norms(
         with torch.enable_grad():
             for ids, mask in evaluation_batches(model, batches, device):
                 losses, counts = sequence_losses(model, ids, mask)
+                require_finite(losses)
                 count = int(counts.sum())
                 if count == 0:
                     continue

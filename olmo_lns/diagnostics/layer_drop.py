@@ -12,7 +12,14 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, BlockCall, evaluation_batches, observe, sequence_losses
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    BlockCall,
+    evaluation_batches,
+    observe,
+    require_finite,
+    sequence_losses,
+)
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
@@ -59,6 +66,7 @@ def drop_layers(
     counts: list[torch.Tensor] = []  # one per batch: predicted tokens of each sequence
     for ids, mask in evaluation_batches(model, batches, device):
         model_losses, count = sequence_losses(model, ids, mask)
+        require_finite(model_losses)
         rows = [model_losses]
         for block in blocks:
             with bypassed(block):

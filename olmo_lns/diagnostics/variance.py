@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, run_observed
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    BlockCall,
+    evaluation_batches,
+    observe,
+    require_all_ran,
+    run_model,
+)
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 
@@ -90,8 +97,14 @@ def block_output_variance(
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    moments = Moments(len(blocks))
-    for calls, mask in run_observed(model, blocks, batches, device):
-        for block, call in enumerate(calls):
-            moments.add(block, call.output, mask)
+    moments, ran = Moments(len(blocks)), set[int]()
+    for ids, mask in evaluation_batches(model, batches, device):
+
+        def add(block: int, call: BlockCall, mask: torch.Tensor = mask) -> None:
+            ran.add(block)
+            moments.add(block, call.output, mask)  # now: the outputs of all blocks may exceed the memory
+
+        with observe(blocks, add), torch.no_grad():
+            run_model(model, ids, mask, logits=False)
+        require_all_ran(ran, len(blocks))
     return Measurement("variance", moments.tokens, moments.columns())

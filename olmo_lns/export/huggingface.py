@@ -110,9 +110,9 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def token_count(model: nn.Module) -> int:
-    """Return the number of valid token ids: the config's vocabulary size, at most the rows of the embedding."""
+    """Return the number of valid token ids: the vocabulary size in the config, else the rows of the embedding."""
     size = getattr(getattr(model, "config", None), "vocab_size", None)
-    return min(vocabulary(model), size) if isinstance(size, int) else vocabulary(model)
+    return size if isinstance(size, int) else vocabulary(model)
 
 
 def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
@@ -122,7 +122,7 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
         from olmo_lns.integrations.transformers.models import image_shape
 
         return torch.randn(image_shape(model.config, count), generator=generator)
-    return torch.randint(token_count(model), (count, length), generator=generator)
+    return torch.randint(min(token_count(model), vocabulary(model)), (count, length), generator=generator)
 
 
 @torch.no_grad()

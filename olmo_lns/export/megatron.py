@@ -247,8 +247,11 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     :raises LNSConfigError: a model that Llama cannot represent, with the reasons, or an error of :func:`read`.
     """
     saved = read(folder)
-    scheme, values = saved.scheme(scheme), _llama_config(saved)
-    model = huggingface.build(values, _llama_weights(saved, values), folder)
+    scheme = saved.scheme(scheme)
+    with readable(folder):  # arguments of another type than the model needs
+        values = _llama_config(saved)
+        weights = _llama_weights(saved, values)
+    model = huggingface.build(values, weights, folder)
     max_length = values["max_position_embeddings"]
     stock = Opened(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
     return huggingface.with_scheme(stock, scheme)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Sequence
 
 from olmo_lns.arguments import Parser, as_path, at_least
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
@@ -58,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     problems = []
     for name in args.study:
-        problems += planning.print_plan(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+        try:
+            problems += planning.print_plan(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+        except LNSConfigError as error:
+            if len(args.study) == 1:
+                raise
+            problems.append(str(error))
     for problem in problems:
         print(f"PROBLEM: {problem}")
     return int(bool(problems))

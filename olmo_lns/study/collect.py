@@ -27,6 +27,7 @@ LOSSES = ("train/CrossEntropyLoss", "train/CE loss")
 HELDOUT = ("eval/heldout/CrossEntropyLoss", "eval/lm/heldout/CE loss")
 #: Megatron prints one line with the step and its loss.
 ITERATION = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(?:.*?lm loss:\s*(\S+))?")
+ENDED = "[after training is done]"
 VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)")
 
 
@@ -36,11 +37,13 @@ class Curve:
 
     :param losses: training loss. :param heldout: loss on held-out data after the step.
     :param total_steps: planned steps of the run; None if unknown.
+    :param has_ended: True if Megatron's training loop has ended after the last loss, not by a signal or an exit option.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     heldout: dict[int, float] = field(default_factory=dict)
     total_steps: int | None = None
+    has_ended: bool = False
 
     @property
     def last(self) -> int:
@@ -55,8 +58,13 @@ class Curve:
 
     @property
     def is_done(self) -> bool:
-        """True if no planned step with a loss is missing. Megatron logs multiples of ``--log-interval`` only."""
-        return self.total_steps is not None and self.last + self.interval > self.total_steps
+        """True if the run has ended at its last planned step.
+
+        Megatron logs multiples of ``--log-interval`` only, and a line at the end of its training.
+        """
+        if self.total_steps is None:
+            return False
+        return self.last >= self.total_steps or (self.has_ended and self.last + self.interval > self.total_steps)
 
     def final(self, fraction: float) -> tuple[float, int]:
         """Return the mean and the number of the losses in the last ``fraction`` of a finished run.
@@ -77,6 +85,7 @@ class Curve:
         :raises LNSConfigError: a loss that is not a finite number, or another number of total steps.
         """
         loss, heldout_loss, total = "", "", ""
+        self.has_ended |= ENDED in line
         if match := STEP.search(line):
             step, total = int(match[1]), match[2].strip("?")
         elif match := ITERATION.search(line):
@@ -96,7 +105,7 @@ class Curve:
             if step <= self.last:
                 self.losses = {earlier: value for earlier, value in self.losses.items() if earlier < step}
                 self.heldout = {earlier: value for earlier, value in self.heldout.items() if earlier < step}
-            self.losses[step] = _parse_loss(loss, step)
+            self.losses[step], self.has_ended = _parse_loss(loss, step), False
         if heldout_loss:
             self.heldout[step] = _parse_loss(heldout_loss, step)
         return step
@@ -120,11 +129,12 @@ def curve_of(folder: Path) -> Curve | None:
     :raises LNSConfigError: errors of :meth:`Curve.add_line`, with the log's name, or a gap between the logged steps.
     """
     curve, logs = Curve(), attempts(folder)
+    if not all(path.name.startswith("attempt-") for path in logs):  # logs by hand, before or after the attempts
+        logs.sort(key=_first_step)
     for path in logs:
-        whole_lines, _, _ = path.read_bytes().rpartition(b"\n")
         step = 0
         try:
-            for line in ANSI.sub("", whole_lines.decode(errors="replace")).splitlines():
+            for line in _whole_lines(path):
                 step = curve.add_line(line, step)
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
@@ -132,9 +142,23 @@ def curve_of(folder: Path) -> Curve | None:
     return curve if logs else None
 
 
+def _whole_lines(path: Path) -> list[str]:
+    content, _, _ = path.read_bytes().rpartition(b"\n")
+    if b"\0" in content:
+        raise LNSConfigError("damaged log: it has NUL bytes, which a crash of the machine leaves")
+    return ANSI.sub("", content.decode(errors="replace")).splitlines()
+
+
+def _first_step(path: Path) -> int:
+    """Return the first step in a log; 0 without one."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    match = re.search(STEP.pattern, text, re.MULTILINE) or ITERATION.search(text)
+    return int(match[1]) if match else 0
+
+
 def _check_gaps(curve: Curve, folder: Path) -> None:
     """Raise an error for steps without a loss: a log is missing or damaged, and a mean over the rest would be wrong."""
-    for before, after in pairwise([0, *curve.losses] if len(curve.losses) > 1 else ()):
+    for before, after in pairwise(curve.losses):
         if after - before > 2 * curve.interval:
             raise LNSConfigError(
                 f"{folder}: no loss between the steps {before} and {after}, where the usual distance is "

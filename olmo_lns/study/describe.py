@@ -28,10 +28,16 @@ def _parse_null(value: Any) -> Any:
     return None if value in ("", "~", "null") else value
 
 
+def _check_distinct(values: list[Any]) -> list[Any]:
+    if repeated := [str(value) for value in values if values.count(value) > 1]:
+        raise ValueError(f"{repeated[0]} is listed twice")
+    return values
+
+
 def _as_table(value: Any) -> Any:
     """Convert a list of names, or names with optional settings, to ``{name: settings}``."""
     if isinstance(value, list):
-        return {str(name): {} for name in value}
+        return {str(name): {} for name in _check_distinct(value)}
     if isinstance(value, dict):
         return {name: {} if _parse_null(settings) is None else settings for name, settings in value.items()}
     return value
@@ -49,7 +55,7 @@ Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+][A-Za-z0-9_.+-]
 Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
 #: Seeds that OLMo and Megatron accept.
-Seeds = list[Annotated[int, Field(ge=0, lt=2**32)]]
+Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], AfterValidator(_check_distinct)]
 Settings = Annotated[dict[Text, Any], AfterValidator(files.parse_scalars)]
 Rates = Annotated[list[Annotated[Text, AfterValidator(_check_rate)]], Field(min_length=1)]
 OptionalText = Annotated[Text | None, BeforeValidator(_parse_null)]

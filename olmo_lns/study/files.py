@@ -201,18 +201,15 @@ def config(argv: Sequence[str] | None = None) -> int:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Return the console logs in a run folder, oldest first: logs of any name, then ``attempt-<number>.log``."""
-    return sorted(folder.glob("*.log"), key=lambda path: (_attempt_number(path), path.name))
+    """Return the console logs in a run folder by name. Numbers are sorted by value: ``-99`` before ``-100``."""
+    parts = {path: re.split(r"(\d+)", path.name) for path in folder.glob("*.log")}  # every second part is a number
+    return sorted(parts, key=lambda path: [int(part) if part.isdecimal() else part for part in parts[path]])
 
 
 def next_attempt(folder: Path) -> Path:
     """Return the path of the next log, after the highest number: the log of another attempt is never overwritten."""
-    return folder / f"attempt-{max(map(_attempt_number, attempts(folder)), default=0) + 1:02d}.log"
-
-
-def _attempt_number(path: Path) -> int:
-    match = re.fullmatch(r"attempt-(\d+)\.log", path.name)
-    return int(match[1]) if match else 0
+    matches = [re.fullmatch(r"attempt-(\d+)\.log", path.name) for path in folder.glob("*.log")]
+    return folder / f"attempt-{max((int(match[1]) for match in matches if match), default=0) + 1:02d}.log"
 
 
 def script_path(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Sequence
@@ -31,7 +32,7 @@ case "$RUN" in
 {cases}
 esac
 mkdir -p "$OUT/$RUN"
-LAST=$(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | sed 's/.*attempt-0*//; s/\\.log$//' | sort -n | tail -1)
+LAST=$(find "$OUT/$RUN" -maxdepth 1 | sed -n 's/.*attempt-0*\\([0-9]\\{{1,\\}}\\)\\.log$/\\1/p' | sort -n | tail -1)
 ATTEMPT=$(printf %02d $((${{LAST:-0}} + 1)))
 # srun of Slurm 22.05 and later does not inherit the cores of the job.
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
@@ -95,6 +96,8 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
     if (script := Path(files.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
+    if unusable := [path for path in map(str, paths) if re.search("[,:]", path)]:
+        raise LNSConfigError(f"{unusable[0]}: a container's mounts are split at ',' and ':': use a path without them")
     mounts = shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))
     if study.engine.data_variable == "OLMO_DATA_DIR":  # MEGATRON_DATA is not a folder
         mounts = f'"$OLMO_DATA_DIR",{mounts}'

@@ -145,6 +145,8 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     model.save_pretrained(tmp_path / "nan")
     for what in ("variance", "jacobian"):
         assert "of block 2, 3 is NaN or infinite" in message(tmp_path / "nan", what=what)
+    for what in ("layer-drop", "gradnorm"):
+        assert "the loss is not finite: `olmo-lns analyze variance` names" in message(tmp_path / "nan", what=what)
     assert "the model accepts at most 64 tokens" in message(llama_folder, "--sequence-length", 65)
     assert "says scheme lns, --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
     assert "There is no such folder: no/such/model" in message("./no/such/model")

@@ -28,8 +28,10 @@ def test_a_console_log_of_megatron_has_its_losses(tmp_path):
     curve = read(tmp_path, text)
     assert curve.losses == {10: 10.82, 20: 9.5} and curve.total_steps == 100 and curve.heldout == {10: 9.1, 20: 9.2}
     assert not curve.is_done
-    for total, is_done in ((20, True), (27, True), (30, False)):  # Megatron logs multiples of --log-interval only
-        assert read(tmp_path, megatron_log({1: "11", 10: "10", 20: "9"}, total)).is_done is is_done
+    end = "[after training is done] datetime: 2026-01-01 10:00:00 \n"
+    for total, ending, is_done in ((20, "", True), (27, end, True), (27, "", False), (30, end, False)):
+        text = megatron_log({1: "11", 10: "10", 20: "9"}, total)  # multiples of --log-interval only
+        assert read(tmp_path, text + ending).is_done is is_done
 
 
 @pytest.mark.parametrize("log", [olmo_log, megatron_log])
@@ -45,7 +47,7 @@ def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, lo
 
 
 def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_it_repeats(tmp_path):
-    names = ["a-log-by-hand", *(f"attempt-{number:02d}" for number in (2, 10, 99, 100, 101))]
+    names = [f"attempt-{number:02d}" for number in (2, 10, 99, 100, 101)]
     for name in reversed(names):
         (tmp_path / f"{name}.log").touch()
     assert [path.stem for path in attempts(tmp_path)] == names
@@ -68,10 +70,15 @@ def test_steps_without_a_loss_are_refused(tmp_path, interval):
         return olmo_log({interval * step: 3.0 for step in range(first, last + 1)})
 
     assert read(tmp_path, log(1, 4), log(3, 10)).last == 10 * interval
-    for texts, gap in (((log(1, 4), log(7, 10)), (4, 7)), ((log(5, 10), ""), (0, 5))):
-        message = f"no loss between the steps {interval * gap[0]} and {interval * gap[1]}, .* distance is {interval}:"
-        with pytest.raises(LNSConfigError, match=message):
-            read(tmp_path, *texts)
+    message = f"no loss between the steps {4 * interval} and {7 * interval}, .* distance is {interval}:"
+    with pytest.raises(LNSConfigError, match=message):
+        read(tmp_path, log(1, 4), log(7, 10))
+
+
+def test_logs_by_hand_are_read_before_and_after_the_attempts_by_their_steps(tmp_path):
+    for name, first in (("slurm-1", 1), ("attempt-01", 3), ("attempt-02", 5), ("console-10", 9), ("console-9", 7)):
+        (tmp_path / f"{name}.log").write_text(olmo_log({step: step for step in (first, first + 1)}))
+    assert curve_of(tmp_path).losses == {step: step for step in range(1, 11)}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,7 @@ def test_steps_without_a_loss_are_refused(tmp_path, interval):
     [
         (olmo_log({1: 3.0, 2: "nan"}), "loss is nan at step 2"),
         (olmo_log({1: 3.0, 2: "2.#5"}), "loss '2.#5' at step 2 is not a number"),
-        (olmo_log({1: "3.0\0\0"}), "is not a number"),
+        (olmo_log({1: 3.0}) + "\0\0\n" + olmo_log({2: 3.0}), "it has NUL bytes"),
     ],
 )
 def test_a_damaged_log_is_refused_and_named(tmp_path, text, message):

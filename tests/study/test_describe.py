@@ -108,6 +108,8 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
         ("published: lns-2\n", "published: 'lns-2': expected one of lns-1"),
         ("sizes: [a/b]\n", "sizes: a/b"),
         ("seeds: []\n", "describes no run"),
+        ("seeds: [1, 1]\n", "seeds: .*1 is listed twice"),
+        ("arms: [preln, lns, lns]\n", "arms: .*lns is listed twice"),
         ("arms: [lns, 'lns:exponent=0.5']\n", "two runs would have the folder 60M-lns-s1: give each arm"),
         ("only: {1B: [lns]}\n", "only names 1B, which the description lacks: expected 60M"),
         ("launch: {nodes: {1B: 2}}\n", "nodes names 1B"),

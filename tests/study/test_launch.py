@@ -98,7 +98,8 @@ def test_an_array_task_of_a_slurm_script_starts_its_own_run(built, tmp_path):
     for path in fake.iterdir():
         path.chmod(0o755)
     (built.out / "b-lns-s1").mkdir()
-    (built.out / "b-lns-s1" / "attempt-09.log").write_text("an earlier attempt\n")
+    for name in ("attempt-09.log", "attempt-9-copy.log"):
+        (built.out / "b-lns-s1" / name).write_text("an earlier attempt\n")
     for script, task, name, number in ((scripts[0], "3", "a-lns-s2", "01"), (scripts[1], "1", "b-lns-s1", "10")):
         env = {**os.environ, "PATH": f"{fake}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": task, "SLURM_JOB_ID": "7"}
         env["SLURM_CPUS_ON_NODE"] = "1"
@@ -129,6 +130,13 @@ def test_a_slurm_script_runs_in_the_container_of_the_description(tmp_path, conta
         assert expected in " ".join(words) and container["image"] in " ".join(words)
         (mounts,) = [word.partition("mounts=")[2] or word for word in words if "/my b:/b" in word]
         assert {"/data", "/my b:/b", str(tmp_path / out), f"{REPOSITORY}/configs/megatron"} <= {*mounts.split(",")}
+
+
+def test_a_folder_that_a_container_cannot_mount_is_refused(tmp_path):
+    (tmp_path / "a,b").mkdir()
+    path = description(tmp_path / "a,b", container={"image": "x.sif"})
+    with pytest.raises(LNSConfigError, match="mounts are split at ',' and ':'"):
+        cli.main(["launch", str(path), "--out", str(tmp_path / "a,b" / "o"), "--slurm", str(tmp_path / "jobs")])
 
 
 def test_no_script_is_written_where_one_cannot_be(tmp_path):

@@ -112,6 +112,12 @@ def test_a_config_file_is_checked_without_a_number_of_gpus(capsys):
     assert code == 1 and "PROBLEM: evidence-cpu-base.yaml: 8 GPUs" in text and "micro-batch" not in text
 
 
+def test_every_file_of_a_plan_is_checked_after_one_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "wrong.yaml").write_text("arms: [lnss]\n")
+    code, text = plan(capsys, tmp_path / "wrong.yaml", "paper-megatron")
+    assert code == 1 and "PROBLEM: " in text and "All 15 runs" in text
+
+
 def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(capsys):
     code, text = plan(capsys, "paper-megatron", "--only", "7B-lns", "--gpus", "16", "--gpu", "H100")
     assert code == 0 and re.search(r"7B +1 +6.89B +20B +38,147 +608.0 +16 ", text)

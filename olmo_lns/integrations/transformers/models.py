@@ -183,7 +183,7 @@ def measure(
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
-    example, text = usual_example(model) if example is None else example, model.config.get_text_config()
+    example, text = usual_example(model) if example is None else example, text_config(model.config)
     # A second run of a block would extend the key-value cache of the first.
     without_cache = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
     with without_cache:
@@ -208,6 +208,14 @@ def measure(
     return names
 
 
+def text_config(config: Any) -> Any:
+    """Return the config of the language model. :raises LNSConfigError: a composite model with several."""
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise LNSConfigError(f"{type(config).__name__}: {error} Apply the scheme to one of its models.") from None
+
+
 def image_shape(config: Any, count: int) -> tuple[int, ...]:
     """Return the shape of ``count`` input images."""
     size = config.image_size
@@ -216,7 +224,7 @@ def image_shape(config: Any, count: int) -> tuple[int, ...]:
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
     """Return the arguments of one short forward."""
-    config, text = model.config, model.config.get_text_config()
+    config, text = model.config, text_config(model.config)
     device = next(model.parameters()).device
     if getattr(model, "main_input_name", "") == "pixel_values":
         pixels = torch.randn(image_shape(config, 1), generator=torch.Generator().manual_seed(0))
@@ -250,7 +258,7 @@ def by_names(model: Any, norms: dict[str, Any]) -> Stack:
     blocks = list(lists[name])
     block_names = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
     weight = next(blocks[0].get_submodule(block_names[0][0]).parameters(), None)
-    width = weight.shape[-1] if weight is not None and weight.numel() else model.config.get_text_config().hidden_size
+    width = weight.shape[-1] if weight is not None and weight.numel() else text_config(model.config).hidden_size
     return Stack(name, blocks, block_names, int(width))
 
 
@@ -260,7 +268,7 @@ def settle_initialization(model: Any, blocks: list[nn.Module], *, plain: bool = 
     :param plain: remove the depth factor from fresh weights that have it.
     :raises MeasurementError: a family that is known to have it draws a matrix by another rule.
     """
-    std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.0)
+    std = float(getattr(text_config(model.config), "initializer_range", None) or 0.0)
     matrices: dict[str, list[nn.Parameter]] = {}
     for block in blocks if std and len(blocks) > 1 else ():
         for name, parameter in block.named_parameters():
