@@ -319,7 +319,7 @@ class _Replay:
         The modules are the sites, or the children that read the only site. Within a branch, as for queries, keys and
         values, effects do not add.
 
-        :param alone: effect of each site.
+        :param single_effects: effect of each site.
         """
         modules = [self.norms[name] for name in self.names]
         if len(modules) == 1:

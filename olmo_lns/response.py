@@ -28,7 +28,7 @@ class Response:
     dtype: torch.dtype
 
     def problem(self, before: Response, factor: float) -> str:
-        """Describe the first part that is not ``factor`` times the part of ``before``; return ``""`` if both are."""
+        """Describe the first of output and gradient that is not ``factor`` times its value in ``before``, or ``""``."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         for name in ("output", "gradient"):
             expected, actual = getattr(before, name), getattr(self, name)

@@ -337,7 +337,7 @@ def start_up_line(
     Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
     """
     scheme = read_back(model)
-    norms = scheme.sites(n_layers)
+    norms = scheme.norm_count(n_layers)
     if scheme.keeps_forward(n_layers) and not local:
         norms = len({module for _, module, _ in sites(model)})  # parallel blocks may share one norm
     count = f"{norms} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")

@@ -25,9 +25,10 @@ __all__ = ["apply"]
 
 log = logging.getLogger("olmo_lns")
 
-#: PyTorch's and Megatron's.
-_WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"} | {
-    "TorchFullyShardedDataParallel"
+#: Classes of PyTorch and Megatron that wrap or compile a model.
+_WRAPPERS = {
+    *("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    "TorchFullyShardedDataParallel",
 }
 
 

@@ -56,7 +56,7 @@ def rms_norm(
 
     Example: ``rms_norm(x, weight, 1e-6, lns_scale(7))`` is the norm of block 7.
     """
-    return _norm(backend)(x, weight, bias, eps, scale, centred=False, zero_centered=zero_centered)
+    return _norm(backend)(x, weight, bias, eps, scale, subtracts_mean=False, zero_centered=zero_centered)
 
 
 def layer_norm(
@@ -76,7 +76,7 @@ def layer_norm(
 
     Example: ``layer_norm(x, weight, bias, 1e-5, lns_scale(7))`` is the norm of block 7.
     """
-    return _norm(backend)(x, weight, bias, eps, scale, centred=True, zero_centered=zero_centered)
+    return _norm(backend)(x, weight, bias, eps, scale, subtracts_mean=True, zero_centered=zero_centered)
 
 
 def _norm(backend: Backend | str | None) -> Callable[..., torch.Tensor]:

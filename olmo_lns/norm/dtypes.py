@@ -31,13 +31,13 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[objec
     return torch.autocast(x.device.type, enabled=False) if _under_autocast(x) else contextlib.nullcontext()
 
 
-def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, centred: bool) -> torch.dtype:
+def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, subtracts_mean: bool) -> torch.dtype:
     """Return the dtype of the upstream norm's result.
 
     torch's LayerNorm returns the dtype of ``x``, and fp32 under autocast except on a CPU. OLMo's and Llama's RMSNorm
     multiply by the parameters and promote to their dtype.
     """
-    if centred:
+    if subtracts_mean:
         wide = x.device.type != "cpu" and x.dtype != torch.float64 and _under_autocast(x)
         return torch.float32 if wide else x.dtype
     base = x.dtype

@@ -1,7 +1,7 @@
 """PyTorch backend of ``y = s * Norm(x)``: torch's own norms, with the factor folded into gain and bias.
 
-On CUDA the norms are fused kernels, elsewhere torch's formula, in fp32 for 16-bit input: torch's LayerNorm on a CPU
-would sum the parameters' gradients in 16 bits, 7 % off over 8192 rows. Automatic differentiation does the rest.
+CUDA uses fused kernels where torch has them. Elsewhere 16-bit input is computed in fp32, because torch's LayerNorm on a
+CPU sums the parameters' gradients in 16 bits (7 % off over 8192 rows). Automatic differentiation does the rest.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def norm(
     eps: float,
     scale: float,
     *,
-    centred: bool,
+    subtracts_mean: bool,
     zero_centered: bool,
 ) -> torch.Tensor:
-    """Compute :func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
+    """Compute :func:`olmo_lns.norm.layer_norm` if ``subtracts_mean``, else :func:`olmo_lns.norm.rms_norm`."""
     check_shapes(x, weight, bias)
-    out = output_dtype(x, weight, bias, centred=centred)
-    dtype = torch.promote_types(x.dtype, out) if x.is_cuda and (centred or _FUSED) else compute_dtype(x.dtype)
+    out = output_dtype(x, weight, bias, subtracts_mean=subtracts_mean)
+    dtype = torch.promote_types(x.dtype, out) if x.is_cuda and (subtracts_mean or _FUSED) else compute_dtype(x.dtype)
     # Autocast would run the kernel in fp32; mixed dtypes would use the formula, which rounds before the gain.
     with without_autocast(x):
         gain, wide = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), x.to(dtype)
-        if centred:
+        if subtracts_mean:
             shift = None if bias is None else fold(bias, scale, dtype=dtype)
             return F.layer_norm(wide, x.shape[-1:], gain, shift, eps).to(out)
         y = F.rms_norm(wide, x.shape[-1:], gain, eps)

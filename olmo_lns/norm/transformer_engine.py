@@ -78,23 +78,23 @@ def norm(
     eps: float,
     scale: float,
     *,
-    centred: bool,
+    subtracts_mean: bool,
     zero_centered: bool,
 ) -> torch.Tensor:
-    """Compute :func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
+    """Compute :func:`olmo_lns.norm.layer_norm` if ``subtracts_mean``, else :func:`olmo_lns.norm.rms_norm`."""
     if not _has_kernel(x):
-        return pytorch.norm(x, weight, bias, eps, scale, centred=centred, zero_centered=zero_centered)
+        return pytorch.norm(x, weight, bias, eps, scale, subtracts_mean=subtracts_mean, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
-    out = output_dtype(x, weight, bias, centred=centred)
+    out = output_dtype(x, weight, bias, subtracts_mean=subtracts_mean)
     dtype = torch.promote_types(x.dtype, out)
     gain, shift = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
-    if centred:
+    if subtracts_mean:
         shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
     # 2-D and contiguous: the forward kernels do not check the layout and would read the wrong memory.
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
     y = _norm_op(rows, gain, shift, eps, out)[0].view(x.shape)
     # No kernel adds a bias to an RMSNorm.
-    return y if centred or bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
+    return y if subtracts_mean or bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
@@ -154,7 +154,7 @@ def _(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
     ctx.save_for_backward(inputs[0], *output[1:], inputs[1])
-    ctx.centred = inputs[2] is not None
+    ctx.subtracts_mean = inputs[2] is not None
     ctx.set_materialize_grads(False)  # else every backward would fill unused gradients of the statistics with zeros
 
 
@@ -162,7 +162,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None, *_: None) -> tuple[torch.Tensor
     if dy is None:
         return None, None, None, None, None
     dx, dgain, dshift = _norm_backward_op(dy, *ctx.saved_tensors)
-    return dx, dgain, dshift if ctx.centred else None, None, None
+    return dx, dgain, dshift if ctx.subtracts_mean else None, None, None
 
 
 _norm_op.register_autograd(_backward, setup_context=_save)

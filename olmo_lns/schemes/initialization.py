@@ -14,12 +14,12 @@ from olmo_lns.errors import LNSConfigError
 INITIALIZATIONS = ("plain", "scaled", "depth_scaled", "upstream")
 
 
-def factor(initialization: str, layer_number: int, n_layers: int) -> float:
+def std_factor(initialization: str, layer_number: int, n_layers: int) -> float:
     """Return the factor on the plain standard deviation in block ``layer_number``.
 
     :raises LNSConfigError: ``upstream``, whose factor only the framework knows, or an unknown name.
 
-    Example: ``factor("scaled", 3, 8)`` and ``factor("depth_scaled", 8, 12)`` are 0.25.
+    Example: ``std_factor("scaled", 3, 8)`` and ``std_factor("depth_scaled", 8, 12)`` are 0.25.
     """
     if initialization == "plain":
         return 1.0

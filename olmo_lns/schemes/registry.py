@@ -181,7 +181,7 @@ class Scheme:
             for sub_layer in SUB_LAYERS:
                 yield layer_number, sub_layer, self.plan(layer_number, n_layers, sub_layer)
 
-    def sites(self, n_layers: int) -> int:
+    def norm_count(self, n_layers: int) -> int:
         """Return the number of norms in the blocks of a model."""
         return sum(plan.norms for _, _, plan in self.plans(n_layers))
 

@@ -132,7 +132,7 @@ def arm_named(name: str) -> Arm:
     for arm in ARMS.values():
         if (arm.scheme, arm.initialization, arm.init_fn) == (scheme, "plain", ""):
             return arm
-    label = f"{scheme.definition.label} ({scheme.arguments})"
+    label = scheme.definition.label + (f" ({scheme.arguments})" if scheme.arguments else "")
     slug = re.sub(r"[^a-z0-9.]+", "_", str(scheme).lower())
     return define(Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label))
 

@@ -17,11 +17,10 @@ from olmo_lns.schemes import (
     Parameter,
     Plan,
     Scheme,
-    names,
     parse,
     registry,
 )
-from olmo_lns.schemes.initialization import factor
+from olmo_lns.schemes.initialization import std_factor
 
 EXPONENTS = st.floats(0, 8, allow_nan=False)
 
@@ -87,12 +86,12 @@ def test_a_defined_scheme_is_spelled_and_its_name_is_taken_once(monkeypatch):
 
 
 def test_initializations_have_their_factors_and_defaults():
-    assert factor("plain", 3, 8) == 1.0
-    assert factor("scaled", 3, 8) == pytest.approx(0.25) == factor("scaled", 8, 8)
-    assert factor("depth_scaled", 8, 12) == pytest.approx(0.25)
-    assert factor("depth_scaled", 2, 12) == pytest.approx(0.5)
+    assert std_factor("plain", 3, 8) == 1.0
+    assert std_factor("scaled", 3, 8) == pytest.approx(0.25) == std_factor("scaled", 8, 8)
+    assert std_factor("depth_scaled", 8, 12) == pytest.approx(0.25)
+    assert std_factor("depth_scaled", 2, 12) == pytest.approx(0.5)
     with pytest.raises(LNSConfigError, match="'upstream' has no known factor"):
-        factor("upstream", 1, 1)
+        std_factor("upstream", 1, 1)
     assert (PRE_LN.definition.initialization, LNS.definition.initialization) == ("upstream", "plain")
 
 
@@ -145,12 +144,20 @@ def test_constants_are_the_published_ones():
     assert parse("skipinit").plan(1, 16, "ff").gate == Learned(False, 0.25)
 
 
-#: The schemes whose factors and gates fit into the weights of a Pre-LN model.
-FOLDED = {"preln", "lns", "layerscale", "skipinit", "lnsafterbranch", "lnsafterattn", "lnsafterff"}
-
-
 def test_properties_are_derived_from_the_plans():
-    for name in names():
+    folded = ("preln", "lns", "layerscale", "skipinit", "lnsafterbranch", "lnsafterattn", "lnsafterff")
+    others = (
+        "postln",
+        "mixln",
+        "deepnorm",
+        "sandwich",
+        "branchln",
+        "admin",
+        "groupln",
+        "lnsbefore",
+        "lnsafterresidual",
+    )
+    for name in folded + others:  # folded: the factors and gates fit into the weights of a Pre-LN model
         scheme = parse(name)
-        assert scheme.folds_into_pre_ln(4) is (name in FOLDED) and scheme.keeps_forward(4) is (name in ("preln", "lns"))
-        assert scheme.sites(4) == (16 if name.startswith("sandwich") else 8)
+        assert scheme.folds_into_pre_ln(4) is (name in folded) and scheme.keeps_forward(4) is (name in ("preln", "lns"))
+        assert scheme.norm_count(4) == (16 if name == "sandwich" else 8)

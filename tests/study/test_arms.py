@@ -8,7 +8,7 @@ from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 from olmo_lns.study import arms
-from olmo_lns.study.arms import ARMS, Arm
+from olmo_lns.study.arms import ARMS, Arm, arm_named
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.study.planning import arm_problems
 
@@ -42,8 +42,8 @@ def test_scheme_and_initialization_of_an_arm_give_the_settings_of_each_framework
 
 def test_every_scheme_is_an_arm_with_plain_initialization_and_a_style_of_its_own():
     assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
-    plain = {name for name, found in ARMS.items() if name == found.scheme.name and found.initialization == "plain"}
-    assert plain == {*schemes.names()}
+    arms = [arm_named(name) for name in schemes.names()]
+    assert [arm.scheme.name for arm in arms] == [*schemes.names()] and {arm.initialization for arm in arms} == {"plain"}
     assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
 
 

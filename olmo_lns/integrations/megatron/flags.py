@@ -21,7 +21,7 @@ FLAGS = (
     "--no-scaled-init",
 )
 
-#: Flags; for a value above 1 Megatron asserts one connection, on GPUs up to Hopper.
+#: With a value above 1 of such a flag, Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
 #: Flags for which Megatron asserts more than one connection, or leaves the choice to the user.
 _MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")

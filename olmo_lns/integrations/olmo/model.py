@@ -20,7 +20,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedErr
 from olmo_lns.integrations.olmo import block as blocks
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import SUB_LAYERS, Scheme
-from olmo_lns.schemes.initialization import factor
+from olmo_lns.schemes.initialization import std_factor
 
 log = logging.getLogger("olmo_lns")
 
@@ -52,7 +52,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
 def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> list[str]:
     """Attach the requested scheme to a model that OLMo has just built.
 
-    :param drawn: true if OLMo has drawn the weights. :returns: the measured parts.
+    :param weights_drawn: true if OLMo has drawn the weights. :returns: the measured parts.
     :raises UpstreamChangedError: blocks that lack an expected part.
     """
     measured: list[str] = []
@@ -153,7 +153,7 @@ def _finish_draw(model: Any) -> bool:
     initialization, config = model.lns_initialization, model.config
     for number, block in enumerate(blocks_of(model), start=1):
         if initialization != "upstream":
-            ratio = factor(initialization, number, config.n_layers)
+            ratio = std_factor(initialization, number, config.n_layers)
             ratio /= _depth_factor(config.init_fn, number, config.n_layers)
             for weight in (getattr(block, name).weight for name in _OUTPUTS if ratio != 1.0):
                 weight.mul_(ratio)
@@ -181,7 +181,7 @@ def _measure_draw(model: Any, initialization: str) -> bool:
             for name, role in _OUTPUTS.items():
                 projection = getattr(block, name)
                 std = _std(model.config, projection.in_features) * gains.get(role, 1.0)
-                std *= factor(initialization, number, model.config.n_layers)
+                std *= std_factor(initialization, number, model.config.n_layers)
                 sample = {name: projection.weight.flatten()[:_SAMPLE]}
                 measured |= probe.check_drawn(sample, std, where=f"block {number}")
     except MeasurementError as error:

@@ -6,17 +6,21 @@ Checkpoints of development versions hold one more member in the trainer's state 
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Callable
 
 import torch
 
 from olmo_lns import sites
+from olmo_lns.errors import one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.record import require_same
 
+log = logging.getLogger("olmo_lns")
+
 
 def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> str:
-    """Return that member as text. Old checkpoints name this function: never rename or move it."""
+    """Return the member as text, for unpickling. Old checkpoints name this function: never rename or move it."""
     return record
 
 
@@ -53,5 +57,7 @@ def _saved_type(folder: Any, local_cache: Any) -> str | None:
     try:
         model = OmegaConf.load(str(resource_path(folder, "config.yaml", local_cache=local_cache)))["model"]
         return str(OmegaConf.select(model, "layer_norm_type") or ModelConfig.layer_norm_type)
-    except Exception:  # each store's client raises its own, also for a missing file
+    except Exception as error:  # each store's client raises its own, also for a missing file
+        if not isinstance(error, FileNotFoundError):
+            log.warning("%s: the scheme is not compared, since config.yaml cannot be read: %s", folder, one_line(error))
         return None
