@@ -349,7 +349,7 @@ def start_up_line(
 
 
 def write_line(line: str) -> None:
-    """Write the start-up line: to the log if it has a handler for it, else to stderr in the first process."""
+    """Write the start-up line: to the log if a handler is set up and INFO is enabled, else to stderr in rank 0."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
     elif os.environ.get("RANK", "0") == "0":

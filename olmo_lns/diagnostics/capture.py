@@ -152,10 +152,21 @@ def run_observed(
     """
     for ids, mask in evaluation_batches(model, batches, device):
         calls: dict[int, BlockCall] = {}
-        with observe(blocks, calls.__setitem__):
+
+        def note(block: int, call: BlockCall, calls: dict[int, BlockCall] = calls) -> None:
+            require_first_run(block, calls)
+            calls[block] = call
+
+        with observe(blocks, note):
             run_model(model, ids, mask, logits=False)
         require_all_ran(calls, len(blocks))
         yield [calls[index] for index in range(len(blocks))], mask
+
+
+def require_first_run(index: int, indices: Container[int]) -> None:
+    """Check that a block runs once. :param indices: 0-based, of the blocks that ran. :raises LNSError: a second run."""
+    if index in indices:
+        raise LNSError(f"block {index + 1} ran twice in one forward, expected once: give a model without loops")
 
 
 def require_all_ran(indices: Container[int], count: int) -> None:

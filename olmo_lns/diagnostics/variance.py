@@ -23,6 +23,7 @@ from olmo_lns.diagnostics.capture import (
     evaluation_batches,
     observe,
     require_all_ran,
+    require_first_run,
     run_model,
 )
 from olmo_lns.diagnostics.results import Measurement
@@ -97,10 +98,12 @@ def block_output_variance(
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    moments, ran = Moments(len(blocks)), set[int]()
+    moments = Moments(len(blocks))
     for ids, mask in evaluation_batches(model, batches, device):
+        ran: set[int] = set()
 
-        def add(block: int, call: BlockCall, mask: torch.Tensor = mask) -> None:
+        def add(block: int, call: BlockCall, mask: torch.Tensor = mask, ran: set[int] = ran) -> None:
+            require_first_run(block, ran)
             ran.add(block)
             moments.add(block, call.output, mask)  # now: the outputs of all blocks may exceed the memory
 

@@ -111,7 +111,9 @@ def vocabulary(model: nn.Module) -> int:
 
 def token_count(model: nn.Module) -> int:
     """Return the number of valid token ids: the vocabulary size in the config, else the rows of the embedding."""
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text_config, "vocab_size", None)
     return size if isinstance(size, int) else vocabulary(model)
 
 

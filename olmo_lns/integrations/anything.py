@@ -7,7 +7,6 @@ the norms in front of their two branches, and each norm is scaled and measured i
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
 __all__ = ["apply"]
 
-log = logging.getLogger("olmo_lns")
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
 _WRAPPERS = {

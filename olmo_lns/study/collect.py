@@ -36,12 +36,14 @@ class Curve:
     """Losses of a run, in nats per token, by optimizer step.
 
     :param losses: training loss. :param heldout: loss on held-out data after the step.
+    :param logged: steps in the log, also those without a loss: Megatron has none for a step that it skips.
     :param total_steps: planned steps of the run; None if unknown.
     :param has_ended: True if Megatron's training loop has ended after the last loss, not by a signal or an exit option.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     heldout: dict[int, float] = field(default_factory=dict)
+    logged: list[int] = field(default_factory=list)
     total_steps: int | None = None
     has_ended: bool = False
 
@@ -51,20 +53,15 @@ class Curve:
         return next(reversed(self.losses), 0)
 
     @property
-    def interval(self) -> float:
-        """The usual number of steps between two losses."""
-        distances = [after - before for before, after in pairwise(self.losses)]
-        return statistics.median(distances) if distances else 1
+    def interval(self) -> int:
+        """The most frequent number of steps between two logged steps; 1 for fewer than two."""
+        distances = [after - before for before, after in pairwise(self.logged)]
+        return max(statistics.multimode(distances), default=1)
 
     @property
     def is_done(self) -> bool:
-        """True if the run has ended at its last planned step.
-
-        Megatron logs multiples of ``--log-interval`` only, and a line at the end of its training.
-        """
-        if self.total_steps is None:
-            return False
-        return self.last >= self.total_steps or (self.has_ended and self.last + self.interval > self.total_steps)
+        """True if the loss of the last planned step is known, or if Megatron has ended; it logs no loss between."""
+        return self.has_ended or (self.total_steps is not None and self.last >= self.total_steps)
 
     def final(self, fraction: float) -> tuple[float, int]:
         """Return the mean and the number of the losses in the last ``fraction`` of a finished run.
@@ -101,6 +98,9 @@ class Curve:
             if self.total_steps not in (None, int(total)):
                 raise LNSConfigError(f"{total} total steps at step {step}, {self.total_steps} before")
             self.total_steps = int(total)
+            while self.logged and self.logged[-1] >= step:
+                self.logged.pop()
+            self.logged.append(step)
         if loss:
             if step <= self.last:
                 self.losses = {earlier: value for earlier, value in self.losses.items() if earlier < step}
@@ -151,18 +151,21 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _first_step(path: Path) -> int:
     """Return the first step in a log; 0 without one."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = ANSI.sub("", path.read_text(encoding="utf-8", errors="replace"))
     match = re.search(STEP.pattern, text, re.MULTILINE) or ITERATION.search(text)
     return int(match[1]) if match else 0
 
 
 def _check_gaps(curve: Curve, folder: Path) -> None:
-    """Raise an error for steps without a loss: a log is missing or damaged, and a mean over the rest would be wrong."""
-    for before, after in pairwise(curve.losses):
-        if after - before > 2 * curve.interval:
+    """Raise an error for missing steps: a log is missing or damaged, and a mean over the rest would be wrong."""
+    interval = curve.interval
+    distances = [after - before for before, after in pairwise(curve.logged)]
+    neighbours = distances[1:] + distances[-2:-1]  # the next distance, or the one before the last
+    for step, distance, neighbour in zip(curve.logged, distances, neighbours, strict=False):
+        if distance > 2 * max(interval, neighbour):  # a run may be resumed with another log interval
             raise LNSConfigError(
-                f"{folder}: no loss between the steps {before} and {after}, where the usual distance is "
-                f"{curve.interval:g}: restore the missing log, or remove the folder to run again"
+                f"{folder}: no log line between the steps {step} and {step + distance}, where the usual distance is "
+                f"{interval}: restore the missing log, or remove the folder to run again"
             )
 
 

@@ -172,8 +172,8 @@ def _run_fails(study: Study, run: Run, out: Path, lock: int) -> bool:
     print(f"{run.name}: exit {code}", flush=True)
     if code:
         text = log.read_text(encoding="utf-8", errors="replace")
-        # torchrun's report of the failure follows the error of the run.
-        own_text = re.split(r"^.*/distributed/elastic/.*failed \(exitcode", text, maxsplit=1, flags=re.MULTILINE)[0]
-        last_lines = own_text.splitlines()[-TAIL:]
+        # The rest of torchrun's report would hide the error of the run.
+        report = re.search(r"^.*/distributed/elastic/.*failed \(exitcode.*$", text, re.MULTILINE)
+        last_lines = text[: report.end() if report else None].splitlines()[-TAIL:]
         print("\n  ".join([f"{run.name} failed; the last lines of {log}:", *last_lines]), file=sys.stderr, flush=True)
     return code != 0

@@ -29,7 +29,7 @@ def test_a_console_log_of_megatron_has_its_losses(tmp_path):
     assert curve.losses == {10: 10.82, 20: 9.5} and curve.total_steps == 100 and curve.heldout == {10: 9.1, 20: 9.2}
     assert not curve.is_done
     end = "[after training is done] datetime: 2026-01-01 10:00:00 \n"
-    for total, ending, is_done in ((20, "", True), (27, end, True), (27, "", False), (30, end, False)):
+    for total, ending, is_done in ((20, "", True), (27, end, True), (27, "", False)):
         text = megatron_log({1: "11", 10: "10", 20: "9"}, total)  # multiples of --log-interval only
         assert read(tmp_path, text + ending).is_done is is_done
 
@@ -70,14 +70,26 @@ def test_steps_without_a_loss_are_refused(tmp_path, interval):
         return olmo_log({interval * step: 3.0 for step in range(first, last + 1)})
 
     assert read(tmp_path, log(1, 4), log(3, 10)).last == 10 * interval
-    message = f"no loss between the steps {4 * interval} and {7 * interval}, .* distance is {interval}:"
+    message = f"no log line between the steps {4 * interval} and {7 * interval}, .* distance is {interval}:"
     with pytest.raises(LNSConfigError, match=message):
         read(tmp_path, log(1, 4), log(7, 10))
 
 
+def test_skipped_steps_and_another_log_interval_are_no_gap_and_the_first_loss_after_a_restart_is_in_no_mean(tmp_path):
+    whole = megatron_log({step: 3.0 for step in range(1, 21)})
+    skipped = "".join(
+        line.replace("lm loss: 3.0 | ", "") if " 1" in line[20:40] else line for line in whole.splitlines(True)
+    )
+    curve = read(tmp_path, skipped, megatron_log({step: 3.0 for step in range(25, 101, 5)}))
+    assert len(curve.losses) < 36 and curve.logged == [*range(1, 21), *range(25, 101, 5)]
+    restarted = megatron_log({1: 9.0, 10: 5.0, 20: 4.0, 30: 3.0}), megatron_log({31: 9.0, 40: 3.0})
+    assert read(tmp_path, *restarted).final(0.5) == (3.0, 2)
+
+
 def test_logs_by_hand_are_read_before_and_after_the_attempts_by_their_steps(tmp_path):
     for name, first in (("slurm-1", 1), ("attempt-01", 3), ("attempt-02", 5), ("console-10", 9), ("console-9", 7)):
-        (tmp_path / f"{name}.log").write_text(olmo_log({step: step for step in (first, first + 1)}))
+        text = olmo_log({step: step for step in (first, first + 1)})
+        (tmp_path / f"{name}.log").write_text(text.replace("]\n", "]\x1b[0m\n"))
     assert curve_of(tmp_path).losses == {step: step for step in range(1, 11)}
 
 

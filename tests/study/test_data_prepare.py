@@ -105,7 +105,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
         ({"--name": "tokenizer"}, "--name tokenizer: .* use another --name"),
         (
             {"--tokenizer": "nowhere/tokenizer.json"},
-            "nowhere/tokenizer.json: no such file, and not a tokenizer of OLMo",
+            "nowhere/tokenizer.json: no such file, and not one of OLMo's",
         ),
     ],
     ids=lambda value: str(value)[:20],

@@ -9,7 +9,6 @@ projections times one of those factors. ``full_megatron`` also draws the head at
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, Callable
 
@@ -21,8 +20,6 @@ from olmo_lns.integrations.olmo import block as blocks
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import std_factor
-
-log = logging.getLogger("olmo_lns")
 
 #: The residual output projections, and their roles in the gains of a plan.
 _OUTPUTS = {"attn_out": "o", "ff_out": "ff_out"}

@@ -5,14 +5,11 @@ Initialization with a depth factor, which a scheme replaces (arXiv 2502.05795, f
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Callable
 
 from olmo_lns import probe, settings, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.schemes import Scheme
-
-log = logging.getLogger("olmo_lns")
 
 
 def wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,9 +90,8 @@ def _fetch_file(session: requests.Session, path: Path, url: str, limit: int) -> 
             headers = {"Range": f"bytes={start}-{size - 1}"}
             with session.get(url, headers=headers, timeout=60, stream=True) as response:
                 response.raise_for_status()
-                if response.headers.get("ETag", "") != tag:
+                if response.headers.get("ETag", "") != tag or _total_size(response, start) != total:
                     raise LNSConfigError(f"{url}: the file changed on the server: fetch it again")
-                _total_size(response, start)
                 for content in response.iter_content(CHUNK):
                     file.write(content)
                     progress = f"{file.tell() / size:.0%} of {size / TOKEN_SIZE:,.0f} tokens"

@@ -59,6 +59,8 @@ def load_tokenizer(name: str) -> Any:
     from tokenizers import Tokenizer
 
     path = find_local(name)
+    if path is not None and path.is_dir():
+        path = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
