@@ -89,8 +89,14 @@ def _check_gain(model: nn.Module, name: str) -> None:
 def scale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
     """Multiply the gains (and norm biases) of block l by l ** -exponent, in place, to start a run or to fold.
 
+    :raises ValueError: the gains start from their factors already.
+
     Example: ``scale_(model, block_gains(model, "layers.{}.input_layernorm.weight"))``, once, before training.
     """
+    starts = {name: float(number) ** -exponent for name, number in gains.items() if model.get_parameter(name).any()}
+    started = [bool((model.get_parameter(name) == start).all()) for name, start in starts.items()]
+    if exponent > 0 and max(gains.values(), default=1) > 1 and all(started):
+        raise ValueError("the gains start from their factors already: scale them once")
     for name, number in gains.items():
         model.get_parameter(name).mul_(float(number) ** -exponent)
 

@@ -218,8 +218,10 @@ def test_gains_that_cannot_be_scaled_are_refused(change, patterns, words):
         block_gains(change(Model(lns=False)), *patterns)
 
 
-def test_a_missing_state_and_a_frozen_gain_are_refused():
+def test_a_missing_state_a_frozen_gain_and_a_second_scaling_are_refused():
     _, model, gains = pair()
+    with pytest.raises(ValueError, match="start from their factors already"):
+        scale_(model.float(), gains)
     with pytest.raises(ValueError, match="the optimizer has no exp_avg"):
         rescale_state_(adamw(model, gains), model, gains)
     model.blocks[1].first.weight.requires_grad_(False)

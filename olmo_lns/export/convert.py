@@ -86,6 +86,8 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)
+    if tokenizer.eos_token is None and opened.eos_token_id in range(size):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(opened.eos_token_id)
     tokenizer.model_max_length = opened.max_length
     tokenizer.save_pretrained(out)
     return f"tokenizer {name}: {size} tokens; the checkpoint's end of text is {tokenizer.eos_token!r}"

@@ -69,7 +69,7 @@ def apply(
     """
     problem = None
     try:
-        _apply(model, parse(scheme) if isinstance(scheme, str) else scheme, blocks, example)
+        _apply(model, as_scheme(scheme), blocks, example)
     except LNSError as error:
         problem = error
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -77,6 +77,13 @@ def apply(
     if problem is not None:
         raise problem
     return model
+
+
+def as_scheme(scheme: Any) -> Scheme:
+    """Return the scheme of a text or a scheme. :raises LNSConfigError: another type, or an unknown scheme."""
+    if not isinstance(scheme, (str, Scheme)):
+        raise LNSConfigError(f"scheme {scheme!r}: expected a text such as 'lns:exponent=0.25', or a Scheme.")
+    return parse(scheme) if isinstance(scheme, str) else scheme
 
 
 def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
@@ -199,6 +206,9 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     candidates = {module for module in modules if any(module.children()) and list(module.parameters())}
     lists = {name: listed for name, listed in lists.items() if listed and candidates.issuperset(listed)}
     if blocks is not None:
+        if not all(isinstance(block, nn.Module) for block in blocks):
+            raise LNSConfigError(f"blocks={blocks!r}: expected modules, such as blocks=model.layers.")
+        _require_whole_list(blocks, lists)
         lists = {"": list(blocks)}
     members = {block for listed in lists.values() for block in listed}
     runs: dict[nn.Module, int] = {}
@@ -230,6 +240,18 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     if blocks is None:
         _require_all(model, name, lists[name], runs)
     return Forward(name, lists[name], block_calls, runs)
+
+
+def _require_whole_list(blocks: Sequence[nn.Module], lists: Mapping[str, list[nn.Module]]) -> None:
+    """Refuse a part of a list of blocks, whose numbers would be wrong. :raises LNSConfigError: the omitted blocks."""
+    kinds = {type(block) for block in blocks}
+    for name, listed in lists.items():
+        omitted = [block for block in listed if block not in set(blocks) and type(block) in kinds]
+        if omitted and set(blocks).intersection(listed):
+            raise LNSConfigError(
+                f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}, expected all: the factor of a "
+                "block depends on its number in the whole model."
+            )
 
 
 def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], runs: Container[nn.Module]) -> None:
@@ -304,6 +326,11 @@ def attach(
                 norm_sites = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
                 norm, where = block.get_submodule(name), f"block {number}, {name}"
                 if is_attached:
+                    if not isinstance(norm, sites.Scaled):
+                        raise MeasurementError(
+                            f"{where}: found a norm without its factor: it replaced a scaled norm. "
+                            "Build a new model and apply the scheme after norms are replaced."
+                        )
                     _measure(norm, stack.width, where)
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:

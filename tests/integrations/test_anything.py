@@ -200,6 +200,10 @@ def quantized():
     return model
 
 
+def some_blocks(model):
+    return list(model.layers.values())[1:]
+
+
 def compiled():
     (model := Model()).compile()
     return model
@@ -228,14 +232,26 @@ def compiled():
         (lambda: torch.compile(Model()), {}, "Apply first"),
         (Model, {"scheme": "deepnorm"}, "multiplies norms"),
         (Model, {"scheme": "preln"}, "multiplies norms"),
+        (Model, {"scheme": None}, "expected a text such as"),
+        (Model, {"blocks": "layers"}, "expected modules, such as"),
+        (Model, {"blocks": some_blocks}, "blocks= omits 1 of the 4 blocks in layers"),
         (dict, {}, "torch.nn.Module"),
     ],
 )
 def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_left_as_it_was(model, options, message):
     model = model()
+    if options.get("blocks") is some_blocks:
+        options = {"blocks": some_blocks(model)}
     with pytest.raises(LNSError, match=message):
         olmo_lns.apply(model, **{"example": IDS, **options})
     assert not isinstance(model, nn.Module) or not list(sites.sites(model))
+
+
+def test_a_norm_that_replaced_a_scaled_one_is_named():
+    olmo_lns.apply(model := Model(), example=IDS)
+    model.layers["1"].n2 = nn.RMSNorm(WIDTH)
+    with pytest.raises(LNSError, match="block 2, n2: found a norm without its factor"):
+        olmo_lns.apply(model, example=IDS)
 
 
 def test_after_fsdp_it_is_refused(one_rank):

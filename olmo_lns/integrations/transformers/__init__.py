@@ -8,11 +8,12 @@ the model a stock one again.
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import PRE_LN, Scheme, parse
+from olmo_lns.schemes import PRE_LN, Scheme
 
 __all__ = ["apply", "fold", "register"]
 
@@ -63,7 +64,7 @@ def apply(
 
     register()
     settings.check()
-    scheme_value = parse(scheme) if isinstance(scheme, str) else scheme
+    scheme_value = anything.as_scheme(scheme)
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization {initialization!r}: expected plain or upstream.")
     if not isinstance(model, PreTrainedModel):
@@ -72,7 +73,8 @@ def apply(
     is_attached = isinstance(model, models.SchemeModel)
     if not is_attached and trained is None and _is_trained(model):
         setting = "no apply; olmo_lns.integrations.transformers.apply(model, trained=True) continues the weights"
-        require_same(PRE_LN, scheme_value, source=model.name_or_path, setting=lambda scheme: setting)
+        source = model.name_or_path or type(model).__name__
+        require_same(PRE_LN, scheme_value, source=source, setting=lambda scheme: setting)
     draw = None if is_attached or trained else initialization or "plain"
     norms = models.measure(model, scheme_value, blocks, example, initialization=draw)
     if not is_attached:
@@ -89,9 +91,16 @@ def apply(
 
 
 def _is_trained(model: Any) -> bool:
-    """Return true for loaded weights in which a norm's weight differs from its initial value."""
-    gains = [p for p in model.parameters() if p.dim() == 1 and p.numel() > 1 and not p.is_meta]
-    return bool(model.name_or_path) and any(bool((gain != gain[0]).any()) for gain in gains)
+    """Return true for loaded weights that were trained, and for gains that hold a factor, as after a fold."""
+    gains = {name: p for name, p in model.named_parameters() if p.dim() == 1 and p.numel() > 1 and not p.is_meta}
+    varied = {name for name, gain in gains.items() if bool((gain != gain[0]).any())}
+    if model.name_or_path and varied:
+        return True
+    starts: dict[str, set[float]] = {}  # of the same norm in all blocks
+    for name in gains.keys() - varied:
+        if re.search(r"norm|\bln_", name):
+            starts.setdefault(re.sub(r"\d+", "", name), set()).add(float(gains[name][0]))
+    return any(len(values) > 1 for values in starts.values())
 
 
 def fold(model: Any, dtype: Any = None) -> Any:

@@ -54,6 +54,12 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(kind, options
     assert [type(module) for module in model.modules()] == kinds and model.config is config
 
 
+def test_gains_that_hold_the_factor_are_refused():
+    folded = fold(apply(transformers.LlamaForCausalLM(stock("llama").config)))
+    with pytest.raises(CheckpointMismatchError, match="LlamaForCausalLM: its config says preln, but this run has lns"):
+        apply(folded)
+
+
 def test_weights_that_were_loaded_and_trained_are_refused_unless_it_is_said(tmp_path, monkeypatch):
     stock("llama").save_pretrained(tmp_path)
     fresh = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
