@@ -19,7 +19,7 @@ ORDER = [
     ("export",),
     ("olmo_core", "initialize"),
     ("integrations",),
-    ("fold",),
+    ("folding",),
     ("sites",),
     ("probe", "record", "hook"),
     ("response",),

@@ -1,7 +1,7 @@
 """Fold a checkpoint's factors into its weights, so that stock software runs the model.
 
-The framework of a checkpoint opens it (:mod:`open`); :mod:`olmo_lns.fold` folds the weights in place; the framework of
-the output format saves them. Each format has a module: :mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`,
+The framework of a checkpoint opens it (:mod:`open`); :mod:`olmo_lns.folding` folds the weights in place; the framework
+of the output format saves them. Each format has a module: :mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`,
 :mod:`huggingface`. :mod:`verify` compares a checkpoint with its export.
 """
 

@@ -13,7 +13,7 @@ import torch
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened, module_of
-from olmo_lns.fold import check_finite
+from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
 #: Kind of checkpoint -> formats of its export. The first is the default.

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.open import Opened, readable
-from olmo_lns.fold import check_finite, multiplied
+from olmo_lns.folding import check_finite, multiplied
 from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 

@@ -15,7 +15,7 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
 from olmo_lns.export.open import Opened, load_state, readable
-from olmo_lns.fold import Factor, fold_norms, multiplied
+from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 #: Folder of a sharded (``torch_new``) checkpoint.

@@ -14,7 +14,7 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened, load_state, readable
-from olmo_lns.fold import fold_norms
+from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back

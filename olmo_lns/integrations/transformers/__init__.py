@@ -116,7 +116,7 @@ def fold(model: Any, dtype: Any = None) -> Any:
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    from olmo_lns.fold import fold_norms
+    from olmo_lns.folding import fold_norms
     from olmo_lns.integrations import anything
     from olmo_lns.integrations.transformers import models
 
