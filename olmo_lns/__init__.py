@@ -13,17 +13,16 @@ __all__ = ["LNSError", "__version__", "apply", "layer_norm", "lns_scale", "plain
 
 _PUBLIC = {
     "LNSError": "olmo_lns.errors",
-    "apply": "olmo_lns.integrations.anything",
+    "apply": "olmo_lns.dispatch",
     "layer_norm": "olmo_lns.norm",
     "lns_scale": "olmo_lns.schemes.factor",
-    "plain_initialization": "olmo_lns.initialize",
+    "plain_initialization": "olmo_lns.dispatch",
     "rms_norm": "olmo_lns.norm",
 }
 
 if TYPE_CHECKING:
+    from olmo_lns.dispatch import apply, plain_initialization
     from olmo_lns.errors import LNSError
-    from olmo_lns.initialize import plain_initialization
-    from olmo_lns.integrations.anything import apply
     from olmo_lns.norm import layer_norm, rms_norm
     from olmo_lns.schemes.factor import lns_scale
 

@@ -20,20 +20,15 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.response import Response, check_drawn, drawn_std, first, raise_on_every_rank, response
+from olmo_lns.response import first_output
 
 __all__ = [
     "BlockSites",
     "Call",
-    "Response",
-    "check_drawn",
-    "drawn_std",
     "hooks",
     "pre_ln_sites",
-    "raise_on_every_rank",
-    "response",
+    "random_copy",
     "stream_of",
-    "twin",
 ]
 
 _Hook = Callable[..., Any]
@@ -77,12 +72,12 @@ class BlockSites:
     """The Pre-LN sites of a block.
 
     :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
-    :param cancelled: norms whose factor a later norm cancels. :param twin: the copy that was run.
+    :param cancelled: norms whose factor a later norm cancels. :param random_copy: the copy that was run.
     """
 
     names: tuple[str, ...]
     cancelled: tuple[str, ...]
-    twin: nn.Module = field(repr=False, compare=False)
+    random_copy: nn.Module = field(repr=False, compare=False)
 
 
 class _NotPreLN(Exception):
@@ -91,7 +86,7 @@ class _NotPreLN(Exception):
 
 def stream_of(output: Any) -> torch.Tensor | None:
     """Return the first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
-    output = getattr(first(output), "last_hidden_state", first(output))
+    output = getattr(first_output(output), "last_hidden_state", first_output(output))
     return output if torch.is_tensor(output) else None
 
 
@@ -120,7 +115,7 @@ def pre_ln_sites(
     :param call: arguments of the block in a real forward.
     :param names: expected norms, to be confirmed.
     :param like: result for a block built alike, to be confirmed, since a block may depend on its number. The copy takes
-        the random parameters of ``like.twin``.
+        the random parameters of ``like.random_copy``.
     :raises LNSConfigError: the block is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
@@ -128,13 +123,13 @@ def pre_ln_sites(
     for a Llama.
     """
     problem: Exception | None = None
-    expected, parameters_of = (names, None) if like is None else (like.names, like.twin)
+    expected, parameters_of = (names, None) if like is None else (like.names, like.random_copy)
     cancelled = None if like is None else like.cancelled
     for dtype in (torch.float32, torch.bfloat16):  # some kernels accept half precision only
         try:
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                replay = _Replay(twin(block, parameters_of).to(dtype), _cast(call, dtype), dtype)
+                replay = _Replay(random_copy(block, parameters_of).to(dtype), _cast(call, dtype), dtype)
                 return replay.sites(expected, cancelled)
         except _NotPreLN as reason:
             raise LNSConfigError(
@@ -149,7 +144,7 @@ def pre_ln_sites(
     ) from problem
 
 
-def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
+def random_copy(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
     """Copy ``block`` in fp32 and evaluation mode, with random parameters or with those of ``like``."""
     if any(parameter.is_meta for parameter in block.parameters()):
         raise _NotPreLN("its weights are on the meta device; build or load them first")
@@ -218,7 +213,7 @@ class _Replay:
         norms = {}
         for name, norm_calls in calls_by_name.items():
             args, kwargs, output = norm_calls[0]
-            y = first(output)
+            y = first_output(output)
             if not torch.is_tensor(y) or not torch.is_tensor(_norm_input(args, kwargs)) or not y.dim():
                 continue
             has_stream_shape = y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel()
@@ -240,12 +235,12 @@ class _Replay:
         def hold(name: str) -> _Hook:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
                 inputs[name] = (_norm_input(args, kwargs).detach().reshape(x.shape) - x).double()
-                return _replace_first(output, self.held[name].reshape(first(output).shape))
+                return _replace_first(output, self.held[name].reshape(first_output(output).shape))
 
             return hook
 
         def change(function: _Change) -> _Hook:
-            return lambda module, args, output: _replace_first(output, function(first(output)))
+            return lambda module, args, output: _replace_first(output, function(first_output(output)))
 
         handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
@@ -375,7 +370,7 @@ def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     def run(value: torch.Tensor) -> torch.Tensor:
         arguments = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
-        return torch.as_tensor(first(module(*arguments[0], **arguments[1]))).double()
+        return torch.as_tensor(first_output(module(*arguments[0], **arguments[1]))).double()
 
     x, another = torch.randn((2, *example.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(example)
     small, large, other = run(64.0 * x), run(128.0 * x), run(64.0 * another)

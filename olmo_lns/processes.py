@@ -1,12 +1,12 @@
-"""Check and connect the processes of a command that torchrun starts."""
+"""Check and connect the processes of a launch, and raise one process's problem in all of them."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, MeasurementError
 
 if TYPE_CHECKING:
     import torch
@@ -48,3 +48,21 @@ def process_group() -> Iterator[torch.device]:
         yield torch.device("cuda" if has_cuda else "cpu")
     finally:
         dist.destroy_process_group()
+
+
+def raise_on_every_rank(problem: str) -> None:
+    """Raise on every process of a launch if one of them has a problem, before the next collective runs.
+
+    :param problem: this process's problem, or ``""``. Every process of the launch must call this function.
+    :raises MeasurementError: the problems with their ranks.
+    """
+    import torch.distributed as dist
+
+    problems: list[Any] = [problem]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if ranks := {text: rank for rank, text in enumerate(problems) if text}:
+        raise MeasurementError(
+            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(ranks.items(), key=lambda p: p[1]))
+        )

@@ -1,34 +1,43 @@
-"""Measure the output of a norm and the initialization of a projection; raise one rank's problem on every rank."""
+"""Measure what a norm computes: its output, the gradient of its input, and the dtype of its output."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import Any, Mapping
 
 import torch
 from torch import nn
 
-from olmo_lns.errors import MeasurementError
-
-__all__ = ["Response", "check_drawn", "first", "raise_on_every_rank", "response"]
+__all__ = ["Response", "first_output", "response"]
 
 
-def first(output: Any) -> Any:
+def first_output(output: Any) -> Any:
     """Return a module's output, or the first of its outputs."""
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 @dataclass(frozen=True)
 class Response:
-    """A norm's output on random rows and the gradient of the rows, fp64. :param dtype: dtype of the computation."""
+    """A norm's output on random rows and the gradient of the rows, fp64.
+
+    :param dtype: dtype of the computation.
+    :param output_dtypes: dtype of the input, and "autocast" -> dtype of the output, for inputs that the norm takes.
+    """
 
     output: torch.Tensor
     gradient: torch.Tensor | None
     dtype: torch.dtype
+    output_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def problem(self, before: Response, factor: float) -> str:
         """Describe the first of output and gradient that is not ``factor`` times its value in ``before``, or ``""``."""
+        for case, expected_dtype in before.output_dtypes.items():
+            if (actual_dtype := self.output_dtypes.get(case)) != expected_dtype:
+                return f"an output of {actual_dtype} for {case}, expected {expected_dtype}"
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         for name in ("output", "gradient"):
             expected, actual = getattr(before, name), getattr(self, name)
@@ -72,56 +81,27 @@ def response(module: nn.Module, width: int) -> Response:
         x[2:4] *= 1e-3
         x[4:, :, 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
         x = x.to(device, dtype).requires_grad_()
-        output = first(torch.func.functional_call(module, values, (x,)))
+        output = first_output(torch.func.functional_call(module, values, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
-    return Response(output.detach().double(), gradient.double(), dtype)
+        dtypes = _output_dtypes(module, values, x.detach())
+    return Response(output.detach().double(), gradient.double(), dtype, dtypes)
 
 
-def drawn_std(weight: torch.Tensor) -> float | None:
-    """Return the standard deviation of a weight, or of this process's shard of it.
+def _output_dtypes(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.dtype]:
+    """Return the dtype of a norm's output for each dtype of its input, and under autocast to bf16.
 
-    :returns: None for a weight on the meta device, of integers, or of fewer than 1,000 elements.
+    An input that the norm refuses, such as one of another dtype than its weight, is left out.
     """
-    weight = getattr(weight, "_local_tensor", weight)
-    measurable = not weight.is_meta and weight.numel() >= 1000 and weight.is_floating_point()
-    return float(weight.detach().float().std()) if measurable else None
-
-
-def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) -> bool:
-    """Check that freshly drawn matrices have the standard deviation ``std``.
-
-    :param weights: name -> weight, or this process's shard of it; none is changed.
-    :returns: true if a weight was measured: not on the meta device, at least 1,000 elements.
-    :raises MeasurementError: the found and the expected standard deviation.
-    """
-    measured = False
-    for name, weight in weights.items():
-        if (actual_std := drawn_std(weight)) is None:
-            continue
-        measured = True
-        if not 0.85 * std <= actual_std <= 1.15 * std:
-            raise MeasurementError(
-                f"{where}, {name}: found weights drawn with a standard deviation of {actual_std:.4g}, expected "
-                f"{std:.4g}. This upstream version does not initialize its output projections as requested. "
-                "OLMO_LNS_DISABLE=1 runs without a scheme."
-            )
-    return measured
-
-
-def raise_on_every_rank(problem: str) -> None:
-    """Raise on every process of a launch if one of them has a problem, before the next collective runs.
-
-    :param problem: this process's problem, or ``""``. Every process of the launch must call this function.
-    :raises MeasurementError: the problems with their ranks.
-    """
-    import torch.distributed as dist
-
-    problems: list[Any] = [problem]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if ranks := {text: rank for rank, text in enumerate(problems) if text}:
-        raise MeasurementError(
-            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(ranks.items(), key=lambda p: p[1]))
-        )
+    dtypes = {}
+    refused = (RuntimeError, TypeError, ValueError, NotImplementedError)
+    for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # torch warns of its slower path
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(x.device.type, torch.bfloat16, enabled=autocast))
+            stack.enter_context(contextlib.suppress(*refused))
+            y = first_output(torch.func.functional_call(module, dict(values), (x.to(dtype),)))
+            dtypes[f"an input of {dtype}{' under autocast' * autocast}"] = y.dtype
+    return dtypes

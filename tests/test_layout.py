@@ -1,7 +1,10 @@
 """The house holds: imports run only downwards."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import olmo_lns
 
@@ -17,12 +20,13 @@ ORDER = [
     ("train", "diagnostics"),
     ("study",),
     ("export",),
-    ("olmo_core", "initialize"),
+    ("dispatch", "olmo_core"),
     ("integrations",),
-    ("folding",),
+    ("folding", "start_up"),
     ("sites",),
+    ("scaled",),
     ("probe", "record", "hook"),
-    ("response",),
+    ("response", "initialization"),
     ("norm", "gains"),
     ("schemes",),
     ("arguments", "settings", "processes", "text", "tokenizers"),
@@ -67,11 +71,37 @@ def test_imports_run_only_downwards():
     assert upwards("export.open", ast.parse("importlib.import_module('olmo_lns.study.arms')"))
 
 
+def graph(trees):
+    """Module of ours -> the modules of ours that it imports, at the top or inside a function."""
+    return {
+        module: {
+            name if name in trees else name.rpartition(".")[0]
+            for name in arrows(tree)
+            if module not in (PACKAGE, name, name.rpartition(".")[0])
+        }
+        & trees.keys()
+        for module, tree in trees.items()
+    }
+
+
+def test_no_module_imports_itself_in_a_circle():
+    packages = {name.removesuffix(".__init__"): tree for name, tree in TREES.items() if name != PACKAGE}
+    TopologicalSorter(graph(packages)).prepare()  # raises a CycleError that names the circle
+    lazy = {
+        "probe": ast.parse("def f():\n    from olmo_lns.sites import check"),
+        "sites": ast.parse("from olmo_lns import probe"),
+    }
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph(lazy)).prepare()
+
+
 def test_integrations_do_not_import_each_other():
-    """A module beside them, for any model, may name several."""
+    """All may import the one for any model, and nothing else beside them."""
     folders = {path.name for path in (ROOT / "integrations").iterdir() if path.is_dir()}
     for module, tree in TREES.items():
         package, name, *inner = *module.split("."), ""
         if package == "integrations" and name in folders and any(inner):
             used = {other.split(".")[1] for other in arrows(tree) if other.startswith("integrations.")}
             assert not used & (folders - {name}), module
+        if module == "integrations.any_model":
+            assert not any(other.startswith("integrations.") for other in arrows(tree)), module

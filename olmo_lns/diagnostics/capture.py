@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.response import first
+from olmo_lns.response import first_output
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -45,7 +45,7 @@ class BlockCall:
     @property
     def output(self) -> torch.Tensor:
         """Hidden state in the result: the result itself, or the first element of a tuple."""
-        if not isinstance(hidden := first(self.returned), torch.Tensor):
+        if not isinstance(hidden := first_output(self.returned), torch.Tensor):
             raise LNSError(
                 f"a block returned {type(self.returned).__name__}, expected a tensor or a tuple that starts with one; "
                 "name the list of transformer blocks with --blocks"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
 from olmo_lns.schemes.initialization import INITIALIZATIONS
 from olmo_lns.schemes.plan import SUB_LAYERS, Learned, Plan
-from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define, definition, names, parse
+from olmo_lns.schemes.registry import Definition, Parameter, Scheme, as_scheme, define, definition, names, parse
 from olmo_lns.schemes.table import LNS, PRE_LN
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Parameter",
     "Plan",
     "Scheme",
+    "as_scheme",
     "define",
     "definition",
     "lns_scale",

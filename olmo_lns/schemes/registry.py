@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator, Mapping
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes.plan import SUB_LAYERS, Plan
 
-__all__ = ["Definition", "Parameter", "Scheme", "define", "definition", "names", "parse"]
+__all__ = ["Definition", "Parameter", "Scheme", "as_scheme", "define", "definition", "names", "parse"]
 
 
 @dataclass(frozen=True)
@@ -205,3 +205,10 @@ def parse(text: str) -> Scheme:
             raise LNSConfigError(f"scheme {text!r}: found {item!r}, expected name:key=value[,key=value…]")
         parameters[key.strip()] = value.strip()
     return Scheme.of(name, **parameters)
+
+
+def as_scheme(scheme: Any) -> Scheme:
+    """Return the scheme of a text or a scheme. :raises LNSConfigError: another type, or an unknown scheme."""
+    if not isinstance(scheme, (str, Scheme)):
+        raise LNSConfigError(f"scheme {scheme!r}: expected a text such as 'lns:exponent=0.25', or a Scheme.")
+    return parse(scheme) if isinstance(scheme, str) else scheme

@@ -9,11 +9,12 @@ from olmo.config import ModelConfig
 from olmo.model import RMSLayerNorm
 from support import norm_reference as reference
 
-from olmo_lns import lns_scale, sites
+from olmo_lns import lns_scale
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo.block import FoldedRMSNorm
 from olmo_lns.integrations.transformers.norms import folded
 from olmo_lns.norm import rms_norm
+from olmo_lns.scaled import scale
 
 EPS = 1e-6
 SCALE = lns_scale(7)
@@ -130,7 +131,7 @@ def test_under_autocast_a_scaled_norm_has_the_dtype_and_values_of_the_stock_one(
     stock = {"OLMo": stock_rms(FP32), "Llama": llama.LlamaRMSNorm(WIDTH), "torch": torch.nn.LayerNorm(WIDTH)}[kind]
     scaled, x = copy.deepcopy(stock), torch.randn(4, 33, WIDTH).to(x_dtype)
     mixin = FoldedRMSNorm if kind == "OLMo" else folded(scaled)
-    sites.scale(scaled, SCALE, where="", width=WIDTH, folded=mixin)
+    scale(scaled, SCALE, where="", width=WIDTH, folded=mixin)
     assert isinstance(scaled, mixin)
     with torch.autocast("cpu", dtype=BF16):
         theirs, ours = stock(x), scaled(x)

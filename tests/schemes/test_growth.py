@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from olmo_lns import sites
+from olmo_lns import sites, start_up
 from olmo_lns.hook import on_import, wrap
+from olmo_lns.scaled import scale
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.sites import Site
 
@@ -62,7 +63,15 @@ class Model(torch.nn.Module):
 def test_the_toy_integration_scales_its_norms(tmp_path, monkeypatch, caplog):
     (tmp_path / "toyframe.py").write_text(TOYFRAME)
     monkeypatch.syspath_prepend(tmp_path)
-    names = {"sites": sites, "Site": Site, "LNS": LNS, "on_import": on_import, "wrap": wrap}
+    names = {
+        "sites": sites,
+        "scale": scale,
+        "start_up": start_up,
+        "Site": Site,
+        "LNS": LNS,
+        "on_import": on_import,
+        "wrap": wrap,
+    }
     names["log"] = logging.getLogger("olmo_lns")
     exec(code("Add an integration"), names)
     names["register"]()

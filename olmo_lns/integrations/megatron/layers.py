@@ -21,11 +21,13 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import probe, sites
+from olmo_lns import sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.integrations import anything
-from olmo_lns.integrations.megatron import MODELS, norms
+from olmo_lns.initialization import check_drawn
+from olmo_lns.integrations import any_model
+from olmo_lns.integrations.megatron import norms
 from olmo_lns.integrations.megatron.flags import Settings
+from olmo_lns.integrations.megatron.seams import MODELS
 from olmo_lns.settings import check as check_environment
 
 #: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.
@@ -86,7 +88,7 @@ def models_in(module: nn.Module) -> list[Any]:
 
     :raises LNSConfigError: ``module`` is wrapped or compiled.
     """
-    anything.refuse_wrappers(module)
+    any_model.refuse_wrappers(module)
     models = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
     return models or [module]
 
@@ -128,7 +130,7 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     norm = str(getattr(config, "normalization", ""))
     measured += checked
     print_once(
-        sites.start_up_line(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
+        start_up.start_up_line(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
     )
     return len(located)
 
@@ -253,7 +255,7 @@ def check_initialization(model: Any, config: Any) -> list[str]:
         for _, holder, _ in _PLACES.values():
             if not _is_absent(getattr(layer, holder, None)) and not any(name.startswith(holder) for name in weights):
                 raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
-        measured |= probe.check_drawn(weights, std, where=where)
+        measured |= check_drawn(weights, std, where=where)
     return ["initialization"] if measured else ["initialization (read back)"]
 
 

@@ -5,7 +5,7 @@
   standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
 - :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
-:func:`olmo_lns.sites.scale` multiplies the module's output instead if the folded norm measures a wrong output.
+:func:`olmo_lns.scaled.scale` multiplies the module's output instead if the folded norm measures a wrong output.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Iterator
 import torch
 from torch import nn
 
-from olmo_lns import probe, sites
+from olmo_lns import scaled
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
-from olmo_lns.response import first
+from olmo_lns.response import Response, first_output
+from olmo_lns.scaled import Scaled, ScaledOutput
 
 
-class FoldedFused(sites.Scaled):
+class FoldedFused(Scaled):
     """The stock forward over scaled parameters."""
 
     lns_calls_forward = True
@@ -48,7 +49,7 @@ class FoldedFused(sites.Scaled):
                 attributes.update({name: saved[name]} if name in saved else {})
 
 
-class FoldedNorm(sites.Scaled):
+class FoldedNorm(Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -99,10 +100,10 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
         folded = FoldedFused
     elif te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm):
         folded = FoldedNorm
-    sites.scale(module, factor, where=where, width=width, folded=folded, respond=lambda m: respond(m, width))
+    scaled.scale(module, factor, where=where, width=width, folded=folded, respond=lambda m: respond(m, width))
 
 
-def respond(module: nn.Module, width: int) -> probe.Response:
+def respond(module: nn.Module, width: int) -> Response:
     """Run a norm, or a norm fused with a linear layer, on random rows with random parameters, outside FP8 and alone.
 
     TE's norms read their weights again in backward, so the random weights stay until the gradient exists. A fused
@@ -115,7 +116,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     values = {}
     for name, parameter in module.named_parameters(recurse=False):
         if fused and name == "bias":
-            drawn = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
+            drawn = torch.full(parameter.shape, float(isinstance(module, ScaledOutput)), device=device)
         elif fused and parameter.dim() > 1:
             own = torch.Generator(device).manual_seed(5)
             drawn = 0.02 * torch.randn(parameter.shape, generator=own, device=device)
@@ -125,12 +126,12 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     dtype = next((value.dtype for value in values.values()), torch.float32)
     with _changed(module, values), torch.set_grad_enabled(not fused):
         x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_(not fused)
-        output = first(module(x))
+        output = first_output(module(x))
         if fused:
-            return probe.Response(output.double(), None, torch.bfloat16)  # the precision of a TF32 matrix product
+            return Response(output.double(), None, torch.bfloat16)  # the precision of a TF32 matrix product
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
-    return probe.Response(output.detach().double(), gradient.double(), dtype)
+    return Response(output.detach().double(), gradient.double(), dtype)
 
 
 @contextlib.contextmanager

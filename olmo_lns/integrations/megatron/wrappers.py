@@ -16,10 +16,12 @@ from typing import Any, Callable
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns import hook, probe, sites
+from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron import WRAPPED, layers
+from olmo_lns.integrations.megatron import layers
 from olmo_lns.integrations.megatron.flags import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron.seams import WRAPPED
+from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.settings import ALLOW_MISMATCH, is_set
@@ -122,7 +124,7 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
             sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
     except Exception as error:
         problem = str(error)
-    probe.raise_on_every_rank(problem)
+    raise_on_every_rank(problem)
     sites_by_rank = [sites_here]
     if dist.is_initialized():
         sites_by_rank = [[] for _ in range(dist.get_world_size())]

@@ -22,14 +22,15 @@ from torch import nn
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.norm import layer_norm, rms_norm
+from olmo_lns.scaled import Derived, Scaled, derived, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
-from olmo_lns.sites import Scaled, Site
+from olmo_lns.sites import Site
 
 _Run = Callable[..., Any]
 _CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
 
 
-class LearnedFactor(sites.Derived):
+class LearnedFactor(Derived):
     """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, in the residual addition.
 
     A norm by class, because OLMo's optimizer groups accept norms and refuse a bare parameter. It has one dimension,
@@ -47,7 +48,7 @@ class LearnedFactor(sites.Derived):
         nn.init.constant_(self.weight, self.learned.start)
 
 
-class SchemeBlock(sites.Derived):
+class SchemeBlock(Derived):
     """Mixin in front of OLMo's block classes: a block that computes its two plans."""
 
     lns_plans: dict[str, Plan]
@@ -190,7 +191,7 @@ class FoldedLayerNorm(Scaled):
             return layer_norm(x, weight, bias, self.eps, self.lns_factor, backend=self.lns_backend)
 
 
-class Grouped(sites.Derived):
+class Grouped(Derived):
     """Mixin in front of OLMo's norms: OLMo's own norm of each group of channels, then this norm's gain and bias."""
 
     lns_groups: int
@@ -218,11 +219,11 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
         norms = tuple(f"{sub_layer}_norm" for sub_layer in SUB_LAYERS)
         probe.pre_ln_sites(narrow_block, probe.Call((x,), {"attention_bias": None}, 0), where=where, names=norms)
         return
-    twin = probe.twin(narrow_block)
+    copied = probe.random_copy(narrow_block)
     with torch.no_grad():
-        stock = twin(x, attention_bias=None)[0]
-        replace_forward(twin, dict.fromkeys(SUB_LAYERS, Plan()))
-        error = float((twin(x, attention_bias=None)[0] - stock).norm() / stock.norm())
+        stock = copied(x, attention_bias=None)[0]
+        replace_forward(copied, dict.fromkeys(SUB_LAYERS, Plan()))
+        error = float((copied(x, attention_bias=None)[0] - stock).norm() / stock.norm())
     if not error < probe.SAME:
         raise MeasurementError(
             f"{where} ({type(block).__name__}): found a relative difference of {error:.2g} between OLMo's own forward "
@@ -253,7 +254,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
         for name in _CONSTANTS:
             value = getattr(plan, name)
             constants[name] = None if value == 1.0 else torch.tensor(value, dtype=torch.float64, device="cpu")
-    block.__class__ = sites.derived(SchemeBlock, block.__class__)
+    block.__class__ = derived(SchemeBlock, block.__class__)
 
 
 def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
@@ -270,7 +271,7 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
         for site in block_sites:
             norm = getattr(block, f"{site.sub_layer}_norm")
             folded = FoldedLayerNorm if hasattr(norm, "low_precision") else FoldedRMSNorm
-            sites.scale(norm, site.plan.norm_scale, where=site, width=config.d_model, folded=folded)
+            scale(norm, site.plan.norm_scale, where=site, width=config.d_model, folded=folded)
             sites.attach(norm, site)
         return
     sites.attach(block, *block_sites)
@@ -283,8 +284,8 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
             width = config.d_model // plan.groups
             norm.lns_groups = plan.groups
             norm.lns_norm_of_group = LayerNormBase.build(config, size=width, elementwise_affine=False)
-            norm.__class__ = sites.derived(Grouped, norm.__class__)
+            norm.__class__ = derived(Grouped, norm.__class__)
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
-                setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
+                setattr(block, f"{sub_layer}_{name}", derived(LearnedFactor, LayerNormBase)(config, learned))
     replace_forward(block, {site.sub_layer: site.plan for site in block_sites})

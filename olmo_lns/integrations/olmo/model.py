@@ -14,10 +14,12 @@ from typing import Any, Callable
 
 import torch
 
-from olmo_lns import hook, probe, sites
+from olmo_lns import hook, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError, one_line
+from olmo_lns.initialization import check_drawn
 from olmo_lns.integrations.olmo import block as blocks
 from olmo_lns.integrations.olmo import types
+from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import std_factor
 
@@ -41,7 +43,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
         config.lns_built = True
         if selected:
-            sites.write_line(_line(self, scheme, initialization, measured))
+            start_up.write_line(_line(self, scheme, initialization, measured))
 
     return wrapped
 
@@ -78,7 +80,7 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) 
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
         return f"Pre-LN; {text}; measured: {', '.join(measured) or 'nothing yet'}"
-    line = sites.start_up_line
+    line = start_up.start_up_line
     return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
 
 
@@ -180,11 +182,11 @@ def _measure_draw(model: Any, initialization: str) -> bool:
                 std = _std(model.config, projection.in_features) * gains.get(role, 1.0)
                 std *= std_factor(initialization, number, model.config.n_layers)
                 sample = {name: projection.weight.flatten()[:_SAMPLE]}
-                measured |= probe.check_drawn(sample, std, where=f"block {number}")
+                measured |= check_drawn(sample, std, where=f"block {number}")
     except MeasurementError as error:
         problem = str(error)
     if numbered[0].attn_out.weight.dim() == 1:  # a shard of FSDP
-        probe.raise_on_every_rank(problem)
+        raise_on_every_rank(problem)
     if problem:
         raise MeasurementError(problem)
     return measured

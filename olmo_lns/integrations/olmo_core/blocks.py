@@ -17,6 +17,7 @@ from olmo_core.nn.transformer.config import TransformerBlockConfig
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.olmo_core.norms import folded
+from olmo_lns.scaled import scale
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 from olmo_lns.sites import Site
 
@@ -97,7 +98,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
                 )
             factor, mixin = getattr(site.plan, form.field), folded(type(norm))
-            sites.scale(norm, factor, where=site, width=d_model, folded=mixin, form=form.plan, field=form.field)
+            scale(norm, factor, where=site, width=d_model, folded=mixin, form=form.plan, field=form.field)
         sites.attach(getattr(block, form.norms[sub_layer][0]), site)
     block.lns_initialization = config.initialization
     alone = form == FORMS["default"]
@@ -111,27 +112,27 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
     """
     values = config.stock().as_config_dict()
     mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
-    for name in ("backend", "use_flash"):  # the twin runs in fp32 on a CPU
+    for name in ("backend", "use_flash"):  # the narrow_block runs in fp32 on a CPU
         mixer.pop(name, None)
-    return _probe_twin(json.dumps(values), width, block_idx, n_layers)
+    return _probe_narrow_block(json.dumps(values), width, block_idx, n_layers)
 
 
 @functools.cache
-def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
+def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) -> bool:
     """Measure a narrow block. :raises MeasurementError: the block reads its stream through other norms than its two."""
     expected = _DENSE["attn"] + _DENSE["ff"]
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
         with torch.random.fork_rng(devices=[]):  # keep the run's random state
-            twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
+            narrow_block = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
             call = probe.Call((torch.randn(2, 8, width),), {}, 0)
-        names = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
+        names = probe.pre_ln_sites(narrow_block, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs only, such as a mixture's
         log.debug("%s", error)
         return False
     if names != expected:
         raise MeasurementError(
-            f"{type(twin).__name__}: found a block that reads its stream through {' and '.join(names)}, expected "
+            f"{type(narrow_block).__name__}: its stream is read through {' and '.join(names)}, expected "
             f"{' and '.join(expected)}."
         )
     return True

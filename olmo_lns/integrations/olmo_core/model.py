@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from olmo_lns import probe, settings, sites
+from olmo_lns import initialization, settings, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.schemes import Scheme
 
@@ -46,7 +46,7 @@ def report(model: Any, n_layers: int) -> None:
     sites.check(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
-    line = sites.start_up_line(
+    line = start_up.start_up_line(
         model,
         n_layers,
         measured=["output", "gradient", *(["block"] if all(block.lns_probed for block in blocks) else [])],
@@ -54,7 +54,7 @@ def report(model: Any, n_layers: int) -> None:
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )
-    sites.write_line(line)
+    start_up.write_line(line)
 
 
 def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,12 +84,12 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
             one, two = block.get_submodule(first), block.get_submodule(last)
         except AttributeError:
             continue
-        if (std := probe.drawn_std(one.weight)) is None:
+        if (std := initialization.drawn_std(one.weight)) is None:
             continue
         if init_method == "fan_in":  # by each matrix's number of inputs
             std *= (one.in_features / two.in_features) ** 0.5
         try:
-            probe.check_drawn({last: two.weight}, std, where=f"block {number}")
+            initialization.check_drawn({last: two.weight}, std, where=f"block {number}")
         except MeasurementError as error:
             raise LNSConfigError(
                 f"init_method={init_method} draws the residual projections with a depth factor, which a scheme "

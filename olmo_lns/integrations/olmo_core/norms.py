@@ -9,7 +9,7 @@ from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor
 
 from olmo_lns.norm import layer_norm, rms_norm
-from olmo_lns.sites import Scaled
+from olmo_lns.scaled import Scaled
 
 
 class _Folded(Scaled):

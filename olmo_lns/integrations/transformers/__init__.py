@@ -13,7 +13,7 @@ from typing import Any
 
 from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.schemes import PRE_LN, Scheme, as_scheme
 
 __all__ = ["apply", "fold", "register"]
 
@@ -58,18 +58,18 @@ def apply(
     """
     from transformers import PreTrainedModel
 
-    from olmo_lns.integrations import anything
+    from olmo_lns.integrations import any_model
     from olmo_lns.integrations.transformers import models
     from olmo_lns.record import require_same
 
     register()
     settings.check()
-    scheme_value = anything.as_scheme(scheme)
+    scheme_value = as_scheme(scheme)
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization {initialization!r}: expected plain or upstream.")
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
-    anything.require_unwrapped(model)
+    any_model.require_unwrapped(model)
     is_attached = isinstance(model, models.SchemeModel)
     if not is_attached and trained is None and _is_trained(model):
         setting = "no apply; olmo_lns.integrations.transformers.apply(model, trained=True) continues the weights"
@@ -117,14 +117,14 @@ def fold(model: Any, dtype: Any = None) -> Any:
     Example: ``fold(model).save_pretrained("folded")``.
     """
     from olmo_lns.folding import fold_norms
-    from olmo_lns.integrations import anything
+    from olmo_lns.integrations import any_model
     from olmo_lns.integrations.transformers import models
 
     if not hasattr(model, "lns_made_of"):
         raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
     models.check(model)
-    with anything.undisturbed(model):
-        fold_norms(model, anything.forward(model, models.usual_example(model)), dtype)
+    with any_model.undisturbed(model):
+        fold_norms(model, any_model.forward(model, models.usual_example(model)), dtype)
     for module in (model.config, *model.modules()):
         if isinstance(module, models.SchemeClass):
             module.__class__ = module.lns_made_of

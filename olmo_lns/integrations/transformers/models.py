@@ -22,10 +22,10 @@ from torch import nn
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.integrations import anything
-from olmo_lns.integrations.anything import Stack
+from olmo_lns.integrations import any_model
+from olmo_lns.integrations.any_model import Stack
+from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import folded
-from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
@@ -66,7 +66,7 @@ class SchemeModel(SchemeClass):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
         if (names := getattr(config, "lns_norms", None)) is not None:
-            anything.attach(self, by_names(self, names), scheme_of(config), folded)
+            any_model.attach(self, by_names(self, names), scheme_of(config), folded)
         if not _loading.get():
             _finish(self, getattr(config, "lns_initialization", "plain"))
 
@@ -166,7 +166,7 @@ def _finish(model: Any, initialization: str | None) -> None:
     if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
         model.config.lns_norms = measure(model, scheme, initialization=initialization)
     elif names is not None:
-        anything.report(model, by_names(model, names), ["output", "gradient"])
+        any_model.report(model, by_names(model, names), ["output", "gradient"])
     else:
         raise LNSConfigError(
             f"{type(model).__name__} is built without weights, or quantized, and its config lacks lns_norms, the names "
@@ -187,7 +187,7 @@ def measure(
     # A second run of a block would extend the key-value cache of the first.
     without_cache = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
     with without_cache:
-        stack = anything.locate(model, anything.forward(model, example), blocks)
+        stack = any_model.locate(model, any_model.forward(model, example), blocks)
     names = by_path(model, stack)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -195,14 +195,14 @@ def measure(
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
-        measured = anything.attach(model, stack, scheme, folded)
+        measured = any_model.attach(model, stack, scheme, folded)
         gains = [p.detach().flatten() for _, norm, _ in sites.sites(model) for p in norm.parameters()]
         fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
         initialization_text = settle_initialization(model, stack.blocks, plain=initialization == "plain" and fresh)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
-    anything.report(
+    any_model.report(
         model, stack, [*measured, "initialization"] if initialization_text else measured, initialization_text
     )
     return names
@@ -309,7 +309,7 @@ def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
 
 def plain_initialization(model: Any) -> None:
     """Remove the depth factor from a fresh stock model. :raises LNSConfigError: its initialization is not known."""
-    with anything.undisturbed(model):
-        blocks = anything.find_blocks(model, anything.forward(model, usual_example(model))).blocks
+    with any_model.undisturbed(model):
+        blocks = any_model.find_blocks(model, any_model.forward(model, usual_example(model))).blocks
     if settle_initialization(model, blocks, plain=True) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that are not freshly drawn, or by another rule.")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from olmo_lns.norm import layer_norm, rms_norm
-from olmo_lns.sites import Scaled
+from olmo_lns.scaled import Scaled
 
 
 class FoldedLlamaRMSNorm(Scaled):

@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns.hook import wrap
+from olmo_lns.integrations.transformers.model_types import PREFIX, stock_type
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme
 
-PREFIX = "lns_"
 _AUTO = "transformers.models.auto"
-
-
-def _stock_type(model_type: Any) -> str | None:
-    """Return ``llama`` for ``lns_llama``; None for any other type."""
-    return model_type.removeprefix(PREFIX) if isinstance(model_type, str) and model_type.startswith(PREFIX) else None
 
 
 def name_configs(module: Any) -> None:
@@ -23,7 +18,7 @@ def name_configs(module: Any) -> None:
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
-            if (stock := _stock_type(key)) is None or stock not in self:
+            if (stock := stock_type(key)) is None or stock not in self:
                 return original(self, key)
             from olmo_lns.integrations.transformers.models import scheme_class  # imports torch, so only on use
 
@@ -32,7 +27,7 @@ def name_configs(module: Any) -> None:
         return __getitem__
 
     def contains(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, key: original(self, _stock_type(key) or key)
+        return lambda self, key: original(self, stock_type(key) or key)
 
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__getitem__", get)
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__contains__", contains)
@@ -64,7 +59,7 @@ def find_models(module: Any) -> None:
     def compare(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
             model_type = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
-            if model_type is not None and _stock_type(model_type) is None and Path(str(name)).is_dir():
+            if model_type is not None and stock_type(model_type) is None and Path(str(name)).is_dir():
                 from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
 
                 saved = saved_scheme(str(name), local_files_only=True)
@@ -93,7 +88,7 @@ def convert_weights(module: Any) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda name, *args, **kwargs: original(
-            _stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
+            stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
         )
 
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)

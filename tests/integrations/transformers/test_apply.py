@@ -9,6 +9,7 @@ from support.transformers_models import MODELS, blocks, hooked, inputs, same, st
 from olmo_lns import sites
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, fold
+from olmo_lns.scaled import ScaledOutput
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def test_weights_that_were_loaded_and_trained_are_refused_unless_it_is_said(tmp_
 
 def test_a_replaced_forward_is_found_and_not_saved(tmp_path):
     model = apply(stock("llama"))
-    assert not [module for module in model.modules() if isinstance(module, sites.ScaledOutput)]
+    assert not [module for module in model.modules() if isinstance(module, ScaledOutput)]
     blocks("llama", model)[1].input_layernorm.forward = lambda x: x
     with pytest.raises(MeasurementError, match="norm_scale=1.0"):
         model.save_pretrained(tmp_path / "out")

@@ -1,7 +1,6 @@
-"""``olmo_lns.apply``: apply a scheme to a built PyTorch model.
+"""Any PyTorch model: find its blocks by one forward on an example and their norms by the probe, and scale the norms.
 
-The blocks must be Pre-LN and the norms must be modules. One forward on an example finds the blocks, the probe finds
-the norms in front of their two branches, and each norm is scaled and measured in place.
+The blocks must be Pre-LN and the norms must be modules.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from olmo_lns import probe, settings, sites
-from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
-from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
-
-__all__ = ["apply"]
-
+from olmo_lns import probe, sites, start_up
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.response import response
+from olmo_lns.scaled import Scaled, scale
+from olmo_lns.schemes import SUB_LAYERS, Scheme
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
 _WRAPPERS = {
@@ -44,69 +41,6 @@ class Stack:
     names: list[tuple[str, ...]]
     width: int
     cancelled: tuple[str, ...] = ()
-
-
-def apply(
-    model: nn.Module, scheme: str | Scheme = "lns", *, blocks: Sequence[nn.Module] | None = None, example: Any = None
-) -> Any:
-    """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
-
-    Call it after the weights are set and before ``torch.compile``, DDP, FSDP and activation checkpointing; in a
-    distributed launch in every process. Parameters, state dict and hooks do not change. A second call with the same
-    scheme measures the model again.
-
-    :param model: a model of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms
-        are modules.
-    :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks: the blocks in order, if the model has several lists that could hold them.
-    :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
-        that runs the forward. The default is 8 random token ids.
-    :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
-    :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is
-        left unchanged.
-
-    Example: ``olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))``.
-    """
-    problem = None
-    try:
-        _apply(model, as_scheme(scheme), blocks, example)
-    except LNSError as error:
-        problem = error
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        probe.raise_on_every_rank(str(problem or ""))
-    if problem is not None:
-        raise problem
-    return model
-
-
-def as_scheme(scheme: Any) -> Scheme:
-    """Return the scheme of a text or a scheme. :raises LNSConfigError: another type, or an unknown scheme."""
-    if not isinstance(scheme, (str, Scheme)):
-        raise LNSConfigError(f"scheme {scheme!r}: expected a text such as 'lns:exponent=0.25', or a Scheme.")
-    return parse(scheme) if isinstance(scheme, str) else scheme
-
-
-def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
-    settings.check()
-    require_unwrapped(model)
-    modules = [base.__module__ for base in type(model).__mro__]
-    if any(module.startswith("megatron.core.") for module in modules):
-        if scheme.name != "lns":
-            raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
-        from olmo_lns.integrations import megatron
-
-        megatron.apply(model, exponent=scheme.parameters["exponent"])
-    elif "transformers.modeling_utils" in modules:
-        from olmo_lns.integrations import transformers
-
-        transformers.apply(model, scheme, blocks=blocks, example=example)
-    else:
-        if "olmo.model" in modules and blocks is None:
-            groups = model.transformer
-            groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
-            blocks = [block for group in groups for block in group]
-        stack = locate(model, forward(model, example), blocks)
-        report(model, stack, attach(model, stack, scheme))
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -326,7 +260,7 @@ def attach(
                 norm_sites = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
                 norm, where = block.get_submodule(name), f"block {number}, {name}"
                 if is_attached:
-                    if not isinstance(norm, sites.Scaled):
+                    if not isinstance(norm, Scaled):
                         raise MeasurementError(
                             f"{where}: found a norm without its factor: it replaced a scaled norm. "
                             "Build a new model and apply the scheme after norms are replaced."
@@ -336,7 +270,7 @@ def attach(
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
                 sites.attach(norm, *norm_sites)
-                sites.scale(norm, factors.pop(), where=where, width=stack.width, folded=folded(norm))
+                scale(norm, factors.pop(), where=where, width=stack.width, folded=folded(norm))
         sites.check(model, scheme, n_layers)
     return ["sites", "output", "gradient"]
 
@@ -345,7 +279,7 @@ def _measure(norm: Any, width: int, where: str) -> None:
     """Measure a scaled norm. :raises MeasurementError: not its factor times the output of the stock norm."""
     stock = copy.deepcopy(norm)
     sites.restore(stock)
-    if problem := probe.response(norm, width).problem(probe.response(stock, width), getattr(norm, "lns_scale", 1.0)):
+    if problem := response(norm, width).problem(response(stock, width), getattr(norm, "lns_scale", 1.0)):
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
 
 
@@ -354,9 +288,9 @@ def report(model: nn.Module, stack: Stack, measured: Sequence[str], initializati
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
-    line = sites.start_up_line(
+    line = start_up.start_up_line(
         model, len(stack.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
     if stack.cancelled:
         line += f"; a later norm cancels the factor of {', '.join(stack.cancelled)}"
-    sites.write_line(line)
+    start_up.write_line(line)

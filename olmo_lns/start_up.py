@@ -1,0 +1,74 @@
+"""The start-up line, which says what was built and what was measured."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import fields
+from typing import Any, Iterable
+
+from olmo_lns import sites
+from olmo_lns.scaled import Scaled
+from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
+
+log = logging.getLogger("olmo_lns")
+
+
+def start_up_line(
+    model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", local: str = "", initialization: str = ""
+) -> str:
+    """Return the start-up line, from the scheme that is read back and the measurements.
+
+    :param measured: measured parts: ``("output", "gradient", "initialization")``. :param norm: the base norm.
+    :param local: the part of the model in this process, if it is not the whole model.
+    :param initialization: text for the initialization: ``"scaled initialization off"``.
+
+    Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
+    """
+    scheme = sites.read_back(model)
+    norms = scheme.norm_count(n_layers)
+    if scheme.keeps_forward(n_layers) and not local:
+        norms = len({module for _, module, _ in sites.sites(model)})  # parallel blocks may share one norm
+    count = f"{norms} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
+    ways = dict.fromkeys(_application(module) for _, module, _ in sites.sites(model) if isinstance(module, Scaled))
+    parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
+    parts = [count, *describe_factors(scheme, n_layers), parameters, *ways, initialization]
+    parts.append(f"measured: {', '.join(measured)}")
+    return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
+
+
+def write_line(line: str) -> None:
+    """Write the start-up line: to the log if a handler is set up and INFO is enabled, else to stderr in rank 0."""
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", line)
+    elif os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
+def _application(module: Any) -> str:
+    if module.lns_way:
+        return str(module.lns_way)
+    return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
+
+
+def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
+    """Describe constants other than 1, learned factors, Post-LN blocks: ``["s = 1 (block 1) to 0.25 (block 16)"]``."""
+    plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
+    descriptions = []
+    for field in fields(Plan):
+        values = [getattr(plan, field.name) for plan in plans.values()]
+        if isinstance(field.default, float) and any(value != 1.0 for value in values):
+            name = "s" if field.name == "norm_scale" else field.name
+            # Some schemes scale attention or feed-forward alone.
+            by_sub_layer = [(sub_layer, value) for (_, sub_layer), value in zip(plans, values, strict=True)]
+            scaled = {sub_layer for sub_layer, value in by_sub_layer if value != 1.0}
+            factors = [value for sub_layer, value in by_sub_layer if sub_layer in scaled]
+            only = "" if len(scaled) == len(SUB_LAYERS) else f", {', '.join(scaled)} only"
+            descriptions.append(f"{name} = {factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers}){only}")
+        if field.name in ("gate", "omega") and values[0] is not None:
+            descriptions.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
+    post = sorted({number for (number, _), plan in plans.items() if plan.post})
+    if post:
+        descriptions.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
+    return descriptions
