@@ -21,13 +21,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from olmo_lns import settings
 from olmo_lns.arguments import Parser, as_path
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.processes import one_process
-from olmo_lns.study import files
+from olmo_lns.processes import exclusive_lock, one_process
 from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect import Curve, curve_of, difference_from_saved
+from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, start
+from olmo_lns.study.logs import Curve, curve_of, find_logs
 from olmo_lns.text import write_whole
 
 TOKENS = 32_768  #: number of held-out tokens for a variance
@@ -97,13 +97,13 @@ def train(study: Study, out: Path, lock: int) -> None:
         if not is_finished(run, out):
             reason = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
             folder = out / run.name
-            log = files.attempts(folder)[-1]
+            log = find_logs(folder)[-1]
             raise LNSError(f"run {run.name} failed: {reason}; see {log}, remove {folder} to restart")
 
 
 def last_log(run: Run, out: Path) -> str:
     """Return the log of a run's last attempt."""
-    return files.attempts(out / run.name)[-1].read_text(encoding="utf-8", errors="replace")
+    return find_logs(out / run.name)[-1].read_text(encoding="utf-8", errors="replace")
 
 
 def variance(run: Run, step: int, out: Path) -> list[float]:
@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in the same way as on Ctrl-C
     try:
-        with files.exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
+        with exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
             build(out / "data")
             train(study, out, lock)
             results = [

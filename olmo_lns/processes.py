@@ -1,12 +1,14 @@
-"""Check and connect the processes of a launch, and raise one process's problem in all of them."""
+"""Connect, lock and check the processes of a command, and raise one process's problem in all of them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator
 
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,21 @@ def one_process(command: str) -> None:
     world_size = os.environ.get("WORLD_SIZE", "").strip() or "1"
     if world_size != "1":
         raise LNSConfigError(f"{command} runs in one process: found WORLD_SIZE={world_size}; start it without torchrun")
+
+
+@contextmanager
+def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
+    """Hold a lock file until the block and all processes with its descriptor have ended.
+
+    :returns: file descriptor of the lock, for child processes.
+    :raises LNSError: another process holds the lock; the message is ``problem``.
+    """
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSError(f"{problem} (lock: {lock})") from None
+        yield file.fileno()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
-from olmo_lns.study import files
+from olmo_lns.study import pack
 
 log = logging.getLogger("olmo.lns.train")
 
@@ -211,7 +211,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     settings.refuse_disabled()
     register()
-    file = files.locate(str(path), "olmo")
+    file = pack.locate(str(path), "olmo")
     try:
         return TrainConfig.load(file, [clean_opt(override) for override in overrides])
     except (OLMoConfigurationError, AttributeError, TypeError) as error:  # OLMo reads some keys before it checks them

@@ -104,7 +104,7 @@ def test_wrong_usage_is_two_lines(words, said, capsys):
     [
         (["analyse"], 2, "(did you mean 'analyze'?)"),
         (["study", "plan", "paper", "--only", "13B"], 1, "no run of study paper begins with '13B'; its runs: 60M-"),
-        (["train", "61M-lns"], 1, "61M-lns: no such file, and not in the pack, which has 150M-lns.yaml"),
+        (["train", "61M-lns"], 1, "61M-lns: no such file (did you mean '60M-lns'?). Give the path of a file"),
         (["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"], 1, "/dev/null"),
     ],
 )

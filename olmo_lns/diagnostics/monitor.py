@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 #: Columns of the CSV file. ``block`` is 1-based; :mod:`~olmo_lns.diagnostics.variance` defines the others.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
 FILE_NAME = "lns_variance.csv"
+#: A whole row: step and block, three measures, which may be NaN, and the number of tokens.
+ROW = re.compile(r"\d+,\d+(,-?(\d+(\.\d*)?(e[+-]?\d+)?|nan|inf)){3},\d+")
 
 
 def parse_setting(value: str) -> int:
@@ -112,14 +115,24 @@ class Monitor:
 
 
 def start_file(path: Path, step: int) -> None:
-    """Write the header, or keep the rows of an existing file up to ``step``: a resumed run repeats later rows."""
+    """Write the header, or keep the whole samples of an existing file up to ``step``: a resumed run repeats later ones.
+
+    A kill or a full disk leaves a row that was cut, or a sample without its last blocks; both are removed.
+
+    :raises LNSConfigError: ``path`` is not a file of the monitor.
+    """
     expected = ",".join(COLUMNS)
-    try:
-        header, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [expected]
-        if header != expected:
-            raise ValueError(f"found columns {header!r}, expected {expected!r}")
-        lines = [header, *(row for row in rows if int(row.partition(",")[0]) <= step)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "\n".join(lines) + "\n")
-    except ValueError as error:  # a step that is not a number, a file that is not text
-        raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
+    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else f"{expected}\n"
+    header, *rows = content[: content.rfind("\n") + 1].splitlines() or [content]  # without a row that has no end
+    if header != expected:
+        raise LNSConfigError(
+            f"{MONITOR}: {path} is not a file of the monitor: found columns {header[:80]!r}, expected {expected!r}; "
+            "move it away"
+        )
+    samples: dict[str, list[str]] = {}  # step -> rows
+    for row in filter(ROW.fullmatch, rows):
+        samples.setdefault(row.partition(",")[0], []).append(row)
+    blocks = max(map(len, samples.values()), default=0)
+    kept = [row for key, sample in samples.items() if int(key) <= step and len(sample) == blocks for row in sample]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "\n".join([header, *kept]) + "\n")

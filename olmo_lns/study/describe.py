@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import files
+from olmo_lns.study import pack, yaml_files
 from olmo_lns.study.arms import ARMS, arm_named
 from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 
@@ -56,7 +56,7 @@ Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
 #: Seeds that OLMo and Megatron accept.
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], AfterValidator(_check_distinct)]
-Settings = Annotated[dict[Text, Any], AfterValidator(files.parse_scalars)]
+Settings = Annotated[dict[Text, Any], AfterValidator(yaml_files.parse_scalars)]
 Rates = Annotated[list[Annotated[Text, AfterValidator(_check_rate)]], Field(min_length=1)]
 OptionalText = Annotated[Text | None, BeforeValidator(_parse_null)]
 
@@ -128,7 +128,7 @@ def read_description(path: Path) -> Description:
     :raises LNSConfigError: a missing, unknown or repeated key, or a wrong value.
     """
     try:
-        description = Description.model_validate(files.read_text(path))
+        description = Description.model_validate(yaml_files.read_text(path))
     except ValidationError as error:
         detail = max(error.errors(), key=lambda detail: len(detail["loc"]))  # the innermost key
         key = ": ".join(str(part) for part in detail["loc"] if "[" not in str(part))  # without names of types
@@ -212,7 +212,7 @@ class Study:
         :param path: a file, or the name of a description in the pack, such as ``paper``.
         :raises LNSConfigError: no such file, or an unknown value, arm, size or framework.
         """
-        path = files.locate(path, "study")
+        path = pack.locate(path, "study")
         keys = read_description(path)
         engine = ENGINES[keys.framework]
         try:
@@ -275,7 +275,7 @@ def _run(
 
     def config_file(arm: str) -> Path:
         name = pattern.replace("{size}", size).replace("{arm}", arm)
-        local_file, pack_file = path.parent / name, files.pack_folder() / "study" / name
+        local_file, pack_file = path.parent / name, pack.pack_folder() / "study" / name
         return pack_file if pack_file.is_file() and not local_file.is_file() else local_file
 
     config, arm_settings = config_file(arm), settings_of(ARMS[arm], engine)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import files
+from olmo_lns.processes import exclusive_lock
+from olmo_lns.study import pack, yaml_files
 from olmo_lns.study.arms import check_environment
-from olmo_lns.study.collect import curve_of, difference_from_saved
+from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.logs import curve_of, next_log
 
 #: Number of lines shown from the log of a failed run.
 TAIL = 12
@@ -40,7 +42,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     if problem := run.shape.batch_problem(nodes * nproc):
         raise LNSConfigError(f"run {run.name}: {problem}")
     arguments = run.engine.arguments(run, (out / run.name).resolve())
-    program = ["-m", "olmo_lns", files.script_path(study.launch.command), *arguments, *study.launch.args]
+    program = ["-m", "olmo_lns", pack.script_path(study.launch.command), *arguments, *study.launch.args]
     if nproc == nodes == 1 and study.launch.command in STANDALONE:
         return [python, *program]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
@@ -85,7 +87,7 @@ def check(study: Study) -> None:
     """
     check_environment()
     script = study.launch.command
-    if script != "train" and not os.path.isfile(files.script_path(script)):
+    if script != "train" and not os.path.isfile(pack.script_path(script)):
         raise LNSConfigError(
             f"{study.path}: launch.command {script!r} is not a file in this folder: run the command in the framework's "
             "checkout, or give the path of the script"
@@ -113,11 +115,11 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
                 f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
                 "--slurm FOLDER, or give --nodes 1"
             )
-        if missing := [name for name in files.required_variables(run.config) if not variables.get(name)]:
+        if missing := [name for name in yaml_files.required_variables(run.config) if not variables.get(name)]:
             problem = f"{run.config} reads {missing[0]}, which is not set"
             raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…")
     out.mkdir(parents=True, exist_ok=True)
-    with files.exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
+    with exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
         if study.data in CORPUS_BUILDERS:
             CORPUS_BUILDERS[study.data](out / "data")
         unfinished = _unfinished_runs(runs, out)
@@ -149,7 +151,7 @@ def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subproces
     """
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    log = files.next_attempt(folder)
+    log = next_log(folder)
     env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
     with log.open("xb") as file:
         return log, subprocess.Popen(

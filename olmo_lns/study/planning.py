@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Mapping, Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import files
+from olmo_lns.study import pack, yaml_files
 from olmo_lns.study.arms import ARMS, arm_named
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study
@@ -148,8 +148,8 @@ def print_plan(name: str, only: Sequence[str] | None, gpu: str, *, gpus: int | N
     :param name: a file, or a name in the pack.
     :raises LNSConfigError: the file cannot be read, or the runs differ in more than the arm.
     """
-    path = files.locate(name, "study")
-    keys = files.read_text(path)
+    path = pack.locate(name, "study")
+    keys = yaml_files.read_text(path)
     is_description = "arms" in keys
     if is_description:
         study = Study.load(path)

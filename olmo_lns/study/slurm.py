@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import files
+from olmo_lns.study import pack
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import JOB, check, command, environment, quote
@@ -94,7 +94,7 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     if (container := study.launch.container) is None:
         return ""
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
-    if (script := Path(files.script_path(study.launch.command))).is_file():
+    if (script := Path(pack.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
     if unusable := [path for path in map(str, paths) if re.search("[,:]", path)]:
         raise LNSConfigError(f"{unusable[0]}: a container's mounts are split at ',' and ':': use a path without them")

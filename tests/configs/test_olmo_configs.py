@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
-from olmo_lns.study import files
+from olmo_lns.study import yaml_files
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.engines import OLMO, settings_of
 from olmo_lns.study.engines.olmo import load
@@ -55,7 +55,7 @@ def test_a_file_has_the_values_of_its_size_and_arm(path, loaded):
     assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
     assert cfg.scheduler.t_warmup == 2000 and cfg.precision == "amp_bf16" and cfg.wandb is None
     for key, value in settings_of(ARMS[arm], OLMO).items():
-        assert files.flatten(cfg)[key] == value
+        assert yaml_files.flatten(cfg)[key] == value
     # These are the fewest steps for 20B tokens, and the run stops there; OLMo's default would run ten more.
     found = Trainer.max_steps.fget(SimpleNamespace(cfg=cfg))
     assert found == cfg.stop_at == steps == math.ceil(20e9 / sequence / batch)

@@ -109,6 +109,26 @@ def test_a_resumed_run_drops_only_the_rows_of_later_steps_and_no_other_file(tmp_
         Monitor(trainer, 5, path)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "2",
+        "200,1,0.5,0.7,2,1",
+        "200,1,0.5,0.7,2,10\n",
+        "200,1,0.5,0.7,2,10\n200,2,0.5\n",
+        "\0\0\0\n",
+        "100,1,0.5,0.7100,1",
+    ],
+)
+def test_a_resumed_run_drops_rows_and_samples_that_were_cut(tmp_path, trainer, end):
+    """The last row, a last number, the last block, a row in the middle, a crash of the machine, two rows in one."""
+    path, whole = tmp_path / "lns_variance.csv", [f"100,{block},0.5,0.7,2,10" for block in (1, 2)]
+    path.write_text("\n".join([",".join(COLUMNS), *whole, end]))
+    trainer.global_step = 300
+    Monitor(trainer, 100, path)
+    assert path.read_text().splitlines()[1:] == whole
+
+
 def test_a_wrong_setting_is_refused():
     for bad in ("100", "every=0", "every=x", "evry=1", "every=5,path=x"):
         with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR={bad}: expected every="):

@@ -1,109 +1,14 @@
-"""Logs in real formats are read, damage is named, and runs that cannot be compared are refused."""
+"""The results of a study are read from its runs, and runs that cannot be compared are refused."""
 
 import pytest
 from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect import collect, curve_of, read_results
+from olmo_lns.study.collect import collect, read_results
 from olmo_lns.study.describe import Study
-from olmo_lns.study.files import attempts, next_attempt
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
-
-
-def read(folder, *texts):
-    """Return the curve of attempts with these logs."""
-    for number, text in enumerate(texts, start=1):
-        (folder / f"attempt-{number:02d}.log").write_text(text)
-    return curve_of(folder)
-
-
-def test_a_console_log_of_megatron_has_its_losses(tmp_path):
-    text = megatron_log({10: "1.082000E+01", 20: "9.500000E+00"})
-    for step, where in ((10, ""), (20, " on validation set"), (30, " on test set")):  # as Megatron prints them
-        text += (
-            f" validation loss at iteration {step}{where} | lm loss value: 9.{step}0000E+00 | lm loss PPL: 1.0E+04 | \n"
-        )
-    curve = read(tmp_path, text)
-    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total_steps == 100 and curve.heldout == {10: 9.1, 20: 9.2}
-    assert not curve.is_done
-    end = "[after training is done] datetime: 2026-01-01 10:00:00 \n"
-    for total, ending, is_done in ((20, "", True), (27, end, True), (27, "", False)):
-        text = megatron_log({1: "11", 10: "10", 20: "9"}, total)  # multiples of --log-interval only
-        assert read(tmp_path, text + ending).is_done is is_done
-
-
-@pytest.mark.parametrize("log", [olmo_log, megatron_log])
-def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, log):
-    """The 2 that is left of 2.9876 is not the loss of that step."""
-    text = "\x1b[1mstart\x1b[0m\n" + log({5: "3.1", 10: "2.9876"}, total=10)
-    curve = read(tmp_path, text)
-    assert curve.losses == {5: 3.1, 10: 2.9876} and curve.total_steps == 10 and curve.is_done
-    for length in (1, -2):  # inside the number, and before it
-        cut = read(tmp_path, text[: text.index("2.9876") + length])
-        assert cut.losses == {5: 3.1} and cut.last == 5 and not cut.is_done
-    assert read(tmp_path, "Traceback\n").losses == {} and curve_of(tmp_path / "none") is None
-
-
-def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_it_repeats(tmp_path):
-    names = [f"attempt-{number:02d}" for number in (2, 10, 99, 100, 101)]
-    for name in reversed(names):
-        (tmp_path / f"{name}.log").touch()
-    assert [path.stem for path in attempts(tmp_path)] == names
-    assert next_attempt(tmp_path).name == "attempt-102.log"  # never the name of a log that exists
-    heldout = "eval\n    eval/heldout/CrossEntropyLoss=2.{step}\n"
-    first = olmo_log({1: 3.0, 2: 2.9}) + heldout.format(step=2) + olmo_log({3: 2.8, 4: 2.8}) + heldout.format(step=4)
-    second = olmo_log({3: 2.81})
-    for texts in ((first, second), (first + second, "")):  # two logs, or both in one
-        curve = read(tmp_path, *texts)
-        assert curve.losses == {1: 3.0, 2: 2.9, 3: 2.81} and curve.heldout == {2: 2.2} and curve.last == 3
-    with pytest.raises(LNSConfigError, match="attempt-02.log: 99 total steps at step 5, 10 before"):
-        read(tmp_path, first, olmo_log({5: 2.6}, total=99))
-
-
-@pytest.mark.parametrize("interval", [1, 5])
-def test_steps_without_a_loss_are_refused(tmp_path, interval):
-    """A lost log would change the mean at the end of its arm alone."""
-
-    def log(first, last):
-        return olmo_log({interval * step: 3.0 for step in range(first, last + 1)})
-
-    assert read(tmp_path, log(1, 4), log(3, 10)).last == 10 * interval
-    message = f"no log line between the steps {4 * interval} and {7 * interval}, .* distance is {interval}:"
-    with pytest.raises(LNSConfigError, match=message):
-        read(tmp_path, log(1, 4), log(7, 10))
-
-
-def test_skipped_steps_and_another_log_interval_are_no_gap_and_the_first_loss_after_a_restart_is_in_no_mean(tmp_path):
-    whole = megatron_log({step: 3.0 for step in range(1, 21)})
-    skipped = "".join(
-        line.replace("lm loss: 3.0 | ", "") if " 1" in line[20:40] else line for line in whole.splitlines(True)
-    )
-    curve = read(tmp_path, skipped, megatron_log({step: 3.0 for step in range(25, 101, 5)}))
-    assert len(curve.losses) < 36 and curve.logged == [*range(1, 21), *range(25, 101, 5)]
-    restarted = megatron_log({1: 9.0, 10: 5.0, 20: 4.0, 30: 3.0}), megatron_log({31: 9.0, 40: 3.0})
-    assert read(tmp_path, *restarted).final(0.5) == (3.0, 2)
-
-
-def test_logs_by_hand_are_read_before_and_after_the_attempts_by_their_steps(tmp_path):
-    for name, first in (("slurm-1", 1), ("attempt-01", 3), ("attempt-02", 5), ("console-10", 9), ("console-9", 7)):
-        text = olmo_log({step: step for step in (first, first + 1)})
-        (tmp_path / f"{name}.log").write_text(text.replace("]\n", "]\x1b[0m\n"))
-    assert curve_of(tmp_path).losses == {step: step for step in range(1, 11)}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (olmo_log({1: 3.0, 2: "nan"}), "loss is nan at step 2"),
-        (olmo_log({1: 3.0, 2: "2.#5"}), "loss '2.#5' at step 2 is not a number"),
-        (olmo_log({1: 3.0}) + "\0\0\n" + olmo_log({2: 3.0}), "it has NUL bytes"),
-    ],
-)
-def test_a_damaged_log_is_refused_and_named(tmp_path, text, message):
-    with pytest.raises(LNSConfigError, match=f"attempt-01.log: .*{message}"):
-        read(tmp_path, text)
 
 
 def finish_all(built):

@@ -14,9 +14,11 @@ from support import megatron_launch
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import cli, files, launch
-from olmo_lns.study.collect import collect, curve_of
+from olmo_lns.processes import exclusive_lock
+from olmo_lns.study import cli, launch
+from olmo_lns.study.collect import collect
 from olmo_lns.study.describe import Study
+from olmo_lns.study.logs import curve_of, find_logs
 
 
 def description(folder, sizes="[60M]", **launch):
@@ -165,7 +167,7 @@ def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built
         built.finish(run.name, 3.0)
     words = ["launch", str(built.path), "--out", str(built.out), "--run"]
     assert cli.main(words) == 0 and capsys.readouterr().out.count(": done") == 6
-    with files.exclusive_lock(built.out / ".lock", ""), pytest.raises(LNSError, match="another launch of this study"):
+    with exclusive_lock(built.out / ".lock", ""), pytest.raises(LNSError, match="another launch of this study"):
         cli.main(words)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
@@ -209,7 +211,7 @@ def test_a_study_of_megatron_is_launched_resumed_and_collected(tmp_path):
 
 
 def losses(out, name):
-    return curve_of(out / name).losses if (out / name).exists() and files.attempts(out / name) else {}
+    return curve_of(out / name).losses if (out / name).exists() and find_logs(out / name) else {}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, files
+from olmo_lns.study import cli, yaml_files
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO, megatron
 
@@ -44,7 +44,7 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     from olmo_lns.study.engines.olmo import load
 
     config = load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
-    shape = OLMO.shape(files.flatten(config))
+    shape = OLMO.shape(yaml_files.flatten(config))
     model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
     assert shape.parameters == OLMO.count(Path(), config) == model.num_params()
     # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward

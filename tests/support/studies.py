@@ -24,11 +24,19 @@ MEGATRON = (
 
 
 def olmo_log(losses, total=10):
-    return "".join(OLMO.format(step=step, total=total, loss=loss) for step, loss in losses.items())
+    """Return a log as OLMo prints it; a loss that is text is taken as it is."""
+    return "".join(
+        OLMO.format(step=step, total=total, loss=loss if isinstance(loss, str) else f"{loss:#.4g}")
+        for step, loss in losses.items()
+    )
 
 
 def megatron_log(losses, total=100):
-    return "".join(MEGATRON.format(step=step, total=total, loss=loss) for step, loss in losses.items())
+    """Return a log as Megatron prints it; a loss that is text is taken as it is."""
+    return "".join(
+        MEGATRON.format(step=step, total=total, loss=loss if isinstance(loss, str) else f"{loss:.6E}")
+        for step, loss in losses.items()
+    )
 
 
 @dataclass

@@ -10,7 +10,7 @@ from olmo_lns.arguments import Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.files import locate
+from olmo_lns.study.pack import locate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

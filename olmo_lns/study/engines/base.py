@@ -15,7 +15,7 @@ from typing import Any, Mapping, Protocol
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.files import flatten
+from olmo_lns.study.yaml_files import flatten
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
-from olmo_lns.study.files import VARIABLE, attempts, fill_variables, locate
-from olmo_lns.study.files import read as read_yaml
+from olmo_lns.study.logs import find_logs
+from olmo_lns.study.pack import locate
+from olmo_lns.study.yaml_files import VARIABLE, fill_variables
+from olmo_lns.study.yaml_files import read as read_yaml
 
 OPTION = "--lns-config"
 
@@ -256,7 +258,7 @@ class MegatronEngine(Engine):
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         """Return the arguments in the latest log with a whole ``arguments`` block."""
         arguments: dict[str, str] = {}
-        for path in attempts(folder):
+        for path in find_logs(folder):
             _, _, rest = path.read_text(encoding="utf-8", errors="replace").partition("- arguments -")
             block, end, _ = rest.partition("- end of arguments -")
             if end:

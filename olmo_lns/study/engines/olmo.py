@@ -11,7 +11,7 @@ from unittest import mock
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
-from olmo_lns.study import files
+from olmo_lns.study import yaml_files
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 
@@ -32,8 +32,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     from olmo.config import TrainConfig
     from olmo.exceptions import OLMoConfigurationError
 
-    files.read_text(path)  # raises for a repeated key
-    missing = {name: f"/{name}-is-not-set" for name in files.required_variables(path) if name not in os.environ}
+    yaml_files.read_text(path)  # raises for a repeated key
+    missing = {name: f"/{name}-is-not-set" for name in yaml_files.required_variables(path) if name not in os.environ}
     with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo warns at every load
         try:

@@ -17,8 +17,8 @@ from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run, dot_list
-from olmo_lns.study.files import fill_variables, flatten
-from olmo_lns.study.files import read as read_yaml
+from olmo_lns.study.yaml_files import fill_variables, flatten
+from olmo_lns.study.yaml_files import read as read_yaml
 
 #: Sections of a run, in the order of their construction.
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")

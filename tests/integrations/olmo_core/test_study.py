@@ -15,8 +15,9 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.collect import collect, curve_of, read_results
+from olmo_lns.study.collect import collect, read_results
 from olmo_lns.study.describe import Study
+from olmo_lns.study.logs import curve_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 LOG = """\
