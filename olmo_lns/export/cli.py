@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Sequence
 
@@ -39,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH_DTYPES.get(args.dtype)
     scheme = parse(args.scheme) if args.scheme else None
-    kind = kind_of(folder)
+    kind = kind_of(args.checkpoint)
+    if not folder.exists():
+        print(f"There is no folder {folder} here. Asking the Hugging Face hub for {folder}.", file=sys.stderr)
     formats = OUTPUT_FORMATS[kind]
     output_format = args.format or formats[0]
     if output_format not in formats:

@@ -13,6 +13,7 @@ from torch import nn
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
 from olmo_lns.export.open import Opened, readable
+from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
@@ -34,7 +35,9 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     with readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
         loader = getattr(transformers, auto_class(config))
-        model = _load(loader, folder, folder, torch_dtype="auto")
+        saved = SavedWeights(folder)
+        model = _load(loader, folder, folder, torch_dtype=widest(saved.dtypes.values()) or "auto")
+        require_one_head(saved, model, folder)
     has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
     eos = getattr(config, "eos_token_id", None)
     opened = Opened(
@@ -147,7 +150,7 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
     if config.tie_word_embeddings and "lm_head.weight" in state:
         raise LNSConfigError(f"{source} has tied embeddings and a separate output weight. Expected one of the two.")
     loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    dtype = next(iter(state.values())).dtype
+    dtype = widest(tensor.dtype for tensor in state.values()) or torch.float32
     model = _load(loader, None, source, strict=True, config=config, state_dict=state, torch_dtype=dtype).eval()
     if reference is not None:
         ids = prompt(reference)

@@ -12,9 +12,9 @@ import argparse
 import enum
 import importlib
 import io
+import json
 import pathlib
 import re
-import shutil
 import signal
 import types
 from dataclasses import dataclass
@@ -235,7 +235,8 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
         state[COMMON_OBJECT] = buffer.getvalue()
     planner = _WriteBytes(flatten_state_dict=False)
     dcp_save(state, storage_writer=FileSystemWriter(target), planner=planner, no_dist=True)
-    shutil.copyfile(saved.folder / "metadata.json", target / "metadata.json")
+    metadata = json.loads((saved.folder / "metadata.json").read_text(encoding="utf-8"))
+    (target / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
     iteration = saved.folder.name.removeprefix("iter_").lstrip("0") or "0"
     (out / TRACKER).write_text(iteration, encoding="utf-8")
     return saved.folder.name

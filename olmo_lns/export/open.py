@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.schemes import Scheme, parse
+
+#: ``owner/name`` of a model on the Hugging Face hub.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass
@@ -41,19 +45,25 @@ class Opened:
     pad_token_id: int | None = None
 
 
-def kind_of(folder: Path) -> str:
-    """Return the format of a checkpoint: that of its folder; transformers' for ``name`` or ``owner/name`` on the hub.
+def kind_of(source: str | Path) -> str:
+    """Return the format of a checkpoint: that of its folder; transformers' for ``owner/name`` on the hub.
+
+    A path that does not exist is a name on the hub only if it cannot be a mistyped path: it has two parts, and no
+    folder has the name of the first one.
 
     :raises LNSConfigError: the folder does not exist, is an adapter, or has no complete checkpoint.
     """
 
+    folder = Path(source)
+
     def has(*names: str) -> bool:
         return any((folder / name).exists() for name in names)
 
-    if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
+    if _HUB_NAME.fullmatch(str(source)) and not folder.parent.exists():
         return HF
     if not folder.is_dir():
-        raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name on the hub.")
+        found = f"{folder} is a file" if folder.exists() else f"There is no such folder: {folder}"
+        raise LNSConfigError(f"{found}. Give a checkpoint folder, or owner/name for a model on the Hugging Face hub.")
     if has("adapter_config.json"):
         raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
     if has("config.yaml") and has("model.pt", "model_and_optim"):
@@ -77,15 +87,14 @@ def module_of(kind: str) -> Any:
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
     """Open ``folder`` on the CPU in its saved dtype.
 
-    :param folder: a checkpoint folder, or a name on the Hugging Face hub.
+    :param folder: a checkpoint folder, or ``owner/name`` on the Hugging Face hub.
     :param scheme: scheme of a checkpoint whose config names none, such as ``"lns"``.
     :raises LNSConfigError: the checkpoint is damaged or incomplete, or its config names another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
-    folder = Path(folder)
     requested = parse(scheme) if isinstance(scheme, str) else scheme
-    opened: Opened = module_of(kind_of(folder)).open_folder(folder, requested)
+    opened: Opened = module_of(kind_of(folder)).open_folder(Path(folder), requested)
     opened.model.eval()
     if requested is not None and opened.scheme != requested:
         raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {requested}. Leave --scheme out.")

@@ -1,6 +1,7 @@
 """transformers' folders: ours, and stock ones that were trained with LNS elsewhere, become stock models."""
 
 import json
+import socket
 
 import pytest
 import torch
@@ -80,4 +81,37 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "Merge it first" in refused(capsys, tmp_path / "adapter", tmp_path / "out")
     assert "is exported as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
-    assert "no such folder" in refused(capsys, tmp_path / "no" / "such", tmp_path / "out")
+
+
+@pytest.mark.parametrize("path", ["runs/stp1000", "stp1000", "runs/lns/stp1000", "./owner/name", "~/run", "runs/note"])
+def test_a_mistyped_path_is_named_without_asking_the_hub(path, tmp_path, monkeypatch, capsys):
+    """A name on the hub has two parts, and there is no folder with the name of the first one."""
+    (tmp_path / "runs" / "step1000").mkdir(parents=True)
+    (tmp_path / "runs" / "note").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    for function in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, function, lambda *args, **kwargs: pytest.fail("the hub was asked"))
+    assert ("is a file" if path == "runs/note" else "no such folder") in refused(capsys, path, tmp_path / "out")
+
+
+def test_a_name_that_is_no_path_is_looked_up_on_the_hub(tmp_path, monkeypatch, capsys):
+    """Offline, from the cache of the hub: a folder of symbolic links."""
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    plain = stock("llama")
+    expected = output(hooked("llama", plain), "llama")
+    apply(plain, initialization="upstream").save_pretrained(tmp_path / "blobs")
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert export("owner/name", tmp_path / "out", "--tokenizer", "none") == 0
+    assert "There is no folder owner/name here" in capsys.readouterr().err
+    assert (
+        relative(output(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval(), "llama"), expected)
+        <= 1e-5
+    )
