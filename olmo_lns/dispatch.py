@@ -26,9 +26,10 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
 
-    Call it after the weights are set and before ``torch.compile``, DDP, FSDP and activation checkpointing; in a
-    distributed launch in every process. Parameters, state dict and hooks do not change. A second call with the same
-    scheme measures the model again.
+    Call it after the weights are set, or before they exist: while the model is on the meta device, or partitioned by
+    DeepSpeed ZeRO-3. Call it before ``torch.compile``, DDP, FSDP and activation checkpointing; in a distributed launch
+    in every process. Parameters, state dict and hooks do not change. A second call with the same scheme measures the
+    model again.
 
     :param model: a model of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms
         are modules.
@@ -73,7 +74,7 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
             groups = model.transformer
             groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
             blocks = [block for group in groups for block in group]
-        stack = any_model.locate(model, any_model.forward(model, example), blocks)
+        stack = any_model.find_sites(model, example, blocks)
         any_model.report(model, stack, any_model.attach(model, stack, scheme))
 
 

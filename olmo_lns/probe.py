@@ -21,6 +21,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.response import first_output
+from olmo_lns.shadow import RandomWeights, is_absent
 
 __all__ = [
     "BlockSites",
@@ -108,6 +109,7 @@ def pre_ln_sites(
     where: str = "block 1",
     names: tuple[str, ...] | None = None,
     like: BlockSites | None = None,
+    weights: RandomWeights | None = None,
 ) -> BlockSites:
     """Find the norms through which ``block`` reads its stream, by running a copy of the block.
 
@@ -116,6 +118,7 @@ def pre_ln_sites(
     :param names: expected norms, to be confirmed.
     :param like: result for a block built alike, to be confirmed, since a block may depend on its number. The copy takes
         the random parameters of ``like.random_copy``.
+    :param weights: memory of the random parameters, which the copies of several blocks share.
     :raises LNSConfigError: the block is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
@@ -129,7 +132,7 @@ def pre_ln_sites(
         try:
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                replay = _Replay(random_copy(block, parameters_of).to(dtype), _cast(call, dtype), dtype)
+                replay = _Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype)
                 return replay.sites(expected, cancelled)
         except _NotPreLN as reason:
             raise LNSConfigError(
@@ -144,28 +147,24 @@ def pre_ln_sites(
     ) from problem
 
 
-def random_copy(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
-    """Copy ``block`` in fp32 and evaluation mode, with random parameters or with those of ``like``."""
-    if any(parameter.is_meta for parameter in block.parameters()):
-        raise _NotPreLN("its weights are on the meta device; build or load them first")
+def random_copy(
+    block: nn.Module, like: nn.Module | None = None, weights: RandomWeights | None = None, dtype: Any = torch.float32
+) -> nn.Module:
+    """Copy ``block`` in ``dtype`` and evaluation mode, with random parameters or with those of ``like``.
+
+    :param weights: memory that copies share; the random parameters are views of it.
+    """
+    if any(map(is_absent, block.parameters())):
+        raise _NotPreLN("its weights are on the meta device or partitioned; build or load them first")
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
     if like is not None:
         pairs = zip(block.parameters(), like.parameters(), strict=True)
-        return copy.deepcopy(block, {id(original): weight for original, weight in pairs}).float().eval()
-    copied = copy.deepcopy(block).float().eval()
-    pool = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1), device="cpu")
-    start = 0
-    for parameter in copied.parameters():
-        # A pool of prime length, so that rows differ; drawing 200 million numbers would take seconds.
-        end = start + parameter.numel()
-        repeated = pool if end <= len(pool) else pool.to(parameter.device).repeat(-(-end // len(pool)))
-        drawn = repeated[start:end].to(parameter.device)
-        start = (start + 7919) % len(pool)
-        weight = drawn.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
-        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        parameter.data = (weight * scale if parameter.dim() > 1 else 1 + 0.2 * weight).to(parameter.device)
-    return copied
+        copied = copy.deepcopy(block, {id(original): weight for original, weight in pairs})
+    else:
+        copied = (weights or RandomWeights()).copy(block, dtype=dtype)
+    # Module.to() would take the imaginary part off complex rotary tables.
+    return copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor).eval()
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:

@@ -26,7 +26,7 @@ ORDER = [
     ("sites",),
     ("scaled",),
     ("probe", "record", "hook"),
-    ("response", "initialization"),
+    ("response", "initialization", "shadow"),
     ("norm", "gains"),
     ("schemes",),
     ("arguments", "settings", "processes", "text", "tokenizers"),

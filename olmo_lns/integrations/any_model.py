@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns import probe, sites, start_up
+from olmo_lns import probe, shadow, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.response import response
 from olmo_lns.scaled import Scaled, scale
@@ -44,12 +44,18 @@ class Stack:
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Check that the model can be measured. :raises LNSConfigError: compiled, wrapped by DDP or FSDP, or on meta."""
+    """Check that the model can be measured.
+
+    :raises LNSConfigError: it is compiled, or wrapped by DDP or FSDP, or the caller is in inference mode.
+    """
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
     refuse_wrappers(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise LNSConfigError("the weights are on the meta device and cannot be measured. Apply once they exist.")
+    if torch.is_inference_mode_enabled():
+        raise LNSConfigError(
+            "apply was called inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are "
+            "measured with their gradients. Call apply before inference mode begins."
+        )
 
 
 def refuse_wrappers(model: nn.Module) -> None:
@@ -69,8 +75,8 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not rows:
             raise LNSConfigError(f"{type(model).__name__} has no token embedding: give example=, a forward's input.")
-        ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0))
-        example = ids.to(next(model.parameters()).device)
+        ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0), device="cpu")
+        example = ids.to(shadow.device_of(model))
 
     def run() -> Any:
         try:
@@ -211,20 +217,44 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
-def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Stack:
-    """Find the sites of a model: run the model once, then one block of each structure repeatedly.
+def find_sites(model: nn.Module, example: Any = None, blocks: Sequence[nn.Module] | None = None) -> Stack:
+    """Find the sites of a model by one forward on ``example``, on a shadow if its weights do not exist yet.
 
-    :param run: runs one forward.
-    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
+    :param blocks: the blocks, if they are known. :raises LNSConfigError, MeasurementError: as :func:`locate`.
     """
     blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+    with shadow.real_default_device(model):
+        if not any(map(shadow.is_absent, model.parameters())):
+            return locate(model, forward(model, example), blocks)
+        weights = shadow.RandomWeights()
+        copied, device = shadow.shadow(model, weights), shadow.device_of(model)
+        if blocks is not None:
+            blocks = shadow.same_modules(blocks, of=model, to=copied)
+        stack = locate(copied, forward(copied, shadow.to_device(example, device)), blocks, weights)
+        return replace(stack, blocks=shadow.same_modules(stack.blocks, of=copied, to=model))
+
+
+def locate(
+    model: nn.Module,
+    run: Callable[[], Any],
+    blocks: Sequence[nn.Module] | None = None,
+    weights: shadow.RandomWeights | None = None,
+) -> Stack:
+    """Find the sites of a model: run the model once, then one block of each structure repeatedly.
+
+    :param run: runs one forward. :param weights: memory of random parameters, which the copies of blocks share.
+    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
+    """
+    weights = weights or shadow.RandomWeights()
     with undisturbed(model):
         traced = find_blocks(model, run, blocks)
         sites_by_shape: dict[Any, probe.BlockSites] = {}
         names, problems = [], []
         for number, (block, call) in enumerate(zip(traced.blocks, traced.calls, strict=True), start=1):
             shape, where = structure(block), f"block {number}"
-            sites_by_shape[shape] = probe.pre_ln_sites(block, call, where=where, like=sites_by_shape.get(shape))
+            sites_by_shape[shape] = probe.pre_ln_sites(
+                block, call, where=where, like=sites_by_shape.get(shape), weights=weights
+            )
             names.append(sites_by_shape[shape].names)
             counts = {name: traced.runs.get(block.get_submodule(name), 0) for name in names[-1]}
             problems += [f"{name} of {where} {count} times" for name, count in counts.items() if count != 1]
@@ -253,7 +283,7 @@ def attach(
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
     is_attached = not current.is_pre_ln
-    with sites.stock_on_failure(model):
+    with shadow.real_default_device(model), sites.stock_on_failure(model):
         for number, (block, names) in enumerate(zip(stack.blocks, stack.names, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)

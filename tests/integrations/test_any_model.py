@@ -226,7 +226,6 @@ def compiled():
         (lambda: nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8)), {}, "found none"),
         (Model, {"example": torch.zeros(2, 3)}, "does not take the example"),
         (lambda: nn.Sequential(*(Block(8) for _ in range(2))), {"example": None}, "give example="),
-        (lambda: Model().to("meta"), {}, "meta device"),
         (quantized, {}, "before quantization"),
         (compiled, {}, "Apply first"),
         (lambda: torch.compile(Model()), {}, "Apply first"),

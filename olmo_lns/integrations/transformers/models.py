@@ -28,6 +28,7 @@ from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import folded
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
+from olmo_lns.shadow import device_of, is_absent
 
 #: ``config._attn_implementation`` of servers that replace the norms of a built model.
 _SERVERS = ("vllm", "sglang")
@@ -160,17 +161,18 @@ def convert(model: Any) -> None:
 
 
 def _finish(model: Any, initialization: str | None) -> None:
-    """Measure a built or loaded model. For weights that cannot be run, the norms alone are measured."""
+    """Measure a built or loaded model. For weights that are not here, the norms that the config names are measured."""
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
-    weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
-    if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
+    weights = list(model.parameters())
+    can_run = all(p.is_floating_point() and not hasattr(p, "placements") for p in weights)
+    if can_run and (names is None or not any(map(is_absent, weights))):
         model.config.lns_norms = measure(model, scheme, initialization=initialization)
     elif names is not None:
         any_model.report(model, by_names(model, names), ["output", "gradient"])
     else:
         raise LNSConfigError(
-            f"{type(model).__name__} is built without weights, or quantized, and its config lacks lns_norms, the names "
-            "of its norms. Build the model once with weights (from_config on a CPU) and use the config of that model."
+            f"{type(model).__name__} is quantized or sharded, and its config lacks lns_norms, the names of its norms. "
+            "Build the model once without that (from_config on a CPU) and use the config of that model."
         )
 
 
@@ -187,7 +189,7 @@ def measure(
     # A second run of a block would extend the key-value cache of the first.
     without_cache = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
     with without_cache:
-        stack = any_model.locate(model, any_model.forward(model, example), blocks)
+        stack = any_model.find_sites(model, example, blocks)
     names = by_path(model, stack)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -196,7 +198,8 @@ def measure(
         )
     with sites.stock_on_failure(model):
         measured = any_model.attach(model, stack, scheme, folded)
-        gains = [p.detach().flatten() for _, norm, _ in sites.sites(model) for p in norm.parameters()]
+        parameters = [p for _, norm, _ in sites.sites(model) for p in norm.parameters() if not is_absent(p)]
+        gains = [parameter.detach().flatten() for parameter in parameters]
         fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
         initialization_text = settle_initialization(model, stack.blocks, plain=initialization == "plain" and fresh)
     for _, norm, _ in sites.sites(model):
@@ -225,11 +228,12 @@ def image_shape(config: Any, count: int) -> tuple[int, ...]:
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
     """Return the arguments of one short forward."""
     config, text = model.config, text_config(model.config)
-    device = next(model.parameters()).device
+    device = device_of(model)
     if getattr(model, "main_input_name", "") == "pixel_values":
-        pixels = torch.randn(image_shape(config, 1), generator=torch.Generator().manual_seed(0))
+        pixels = torch.randn(image_shape(config, 1), generator=torch.Generator().manual_seed(0), device="cpu")
         return {"pixel_values": pixels.to(device, next(model.parameters()).dtype)}
-    ids = torch.randint(3, max(4, min(text.vocab_size, 1000)), (1, 8), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, max(4, min(text.vocab_size, 1000)), (1, 8), generator=generator, device="cpu")
     options = {"use_cache": False} if hasattr(text, "use_cache") else {}
     return {"input_ids": ids.to(device), **options}  # type: ignore[dict-item]
 

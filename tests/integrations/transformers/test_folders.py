@@ -8,7 +8,7 @@ import torch
 from support import forked
 from support.transformers_models import MODELS, hooked, inputs, read_config, same, stock, trainer
 
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
+from olmo_lns.errors import CheckpointMismatchError, MeasurementError
 from olmo_lns.integrations.transformers import apply, register
 
 register()
@@ -93,13 +93,14 @@ def test_a_model_type_of_any_family_is_made_by_its_prefix():
             transformers.AutoConfig.for_model(unknown)
 
 
-def test_on_the_meta_device_the_config_names_the_norms():
+@pytest.mark.parametrize("named", [False, True])
+def test_on_the_meta_device_the_config_names_the_norms_or_a_shadow_finds_them(named):
     config = transformers.AutoConfig.for_model("lns_llama", **MODELS["llama"][2])
-    with torch.device("meta"), pytest.raises(LNSConfigError, match="lns_norms"):
-        transformers.AutoModelForCausalLM.from_config(config)
-    named = transformers.AutoModelForCausalLM.from_config(config).config
+    if named:
+        config = transformers.AutoModelForCausalLM.from_config(config).config
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(named)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.config.lns_norms == {"layers": ["input_layernorm", "post_attention_layernorm"]}
     model.to_empty(device="cpu")
     model.load_state_dict(stock("llama").state_dict())
     model.model.rotary_emb = stock("llama").model.rotary_emb

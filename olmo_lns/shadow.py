@@ -1,0 +1,174 @@
+"""Run a model before its weights exist, on a copy whose random parameters share memory.
+
+Large models are built on the meta device, or as DeepSpeed's partitioned parameters. By the time that their weights
+exist, they are sharded and compiled, and their blocks can no longer be run alone. A shadow is a deep copy of such a
+model whose parameters are views of a few random tensors, each as large as the largest parameter that it serves. Which
+norms a branch reads through does not depend on the values. The names that are found on the shadow hold for the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from typing import Any, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError, MeasurementError
+
+__all__ = ["RandomWeights", "device_of", "is_absent", "real_default_device", "same_modules", "shadow", "to_device"]
+
+#: Random numbers that are drawn; longer tensors repeat them. The length is prime, so that rows of a matrix differ.
+_DRAWN = 1_000_003
+#: Each parameter's view starts this many elements after the one before, within the first ``_STARTS`` elements.
+_STEP, _STARTS = 7919, 99_991
+
+
+def is_absent(parameter: torch.Tensor) -> bool:
+    """Return true for a parameter without values here: on the meta device, or partitioned by DeepSpeed ZeRO-3."""
+    return parameter.is_meta or (parameter.numel() == 0 and hasattr(parameter, "ds_shape"))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which ``model`` runs.
+
+    Before its weights exist, this is the CUDA device of ``torch.cuda.set_device``, or the CPU if there is no CUDA.
+    """
+    first = next(model.parameters(), None)
+    if first is not None and not any(map(is_absent, model.parameters())):
+        return first.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def real_default_device(model: nn.Module) -> Iterator[None]:
+    """Use the model's device as torch's default device if the default is the meta device."""
+    with device_of(model) if torch.get_default_device().type == "meta" else contextlib.nullcontext():
+        yield
+
+
+class RandomWeights:
+    """Random parameters that are views of a few tensors: one for each dtype, device and size of the weights.
+
+    A matrix is drawn at about ``shape[-1] ** -0.5``, a vector at 1 ± 0.2. Two parameters of one module start at
+    different elements. The same sequence of shapes gives the same values in every process. Do not write to the
+    parameters: another parameter holds the same elements.
+
+    Example: ``RandomWeights().copy(model, device=torch.device("cuda"))``.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(1), device="cpu")
+        self._pools: dict[tuple[torch.dtype, torch.device, int | None], torch.Tensor] = {}
+
+    def copy(self, module: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+        """Return a deep copy of ``module`` with random parameters, and with values in the place of meta tensors.
+
+        The memory of the copy is that of the largest parameter, and of buffers that are not on the meta device.
+
+        :param dtype: dtype of the parameters; None keeps theirs.
+        :param device: device of parameters and buffers; None keeps theirs.
+        """
+        values: dict[int, Any] = {}
+        # Largest first: a pool that is replaced by a larger one would stay in memory.
+        parameters = list(module.parameters())
+        for parameter in sorted(parameters, key=lambda p: -math.prod(_shape(p))):
+            self._pool(parameter, dtype, device)
+        for number, parameter in enumerate(parameters):
+            values[id(parameter)] = self._parameter(parameter, number, dtype, device)
+        for part in module.modules():
+            # Some models keep tables as plain attributes.
+            for tensor in (*part._buffers.values(), *vars(part).values()):
+                if torch.is_tensor(tensor) and tensor.is_meta:
+                    values.setdefault(id(tensor), _filled(tensor, device))
+        copied = copy.deepcopy(module, values)
+        for part in copied.modules() if device is not None else ():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
+        return copied
+
+    def _pool(self, like: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
+        shape = _shape(like)
+        exponent = round(math.log2(max(1, shape[-1])) / 2) if len(shape) > 1 else None  # of 2: few sizes, few pools
+        key = (dtype or like.dtype, device or like.device, exponent)
+        length = math.prod(shape) + _STARTS
+        if key not in self._pools or len(self._pools[key]) < length:
+            drawn = self._drawn[:length]
+            drawn = 1 + 0.2 * drawn if exponent is None else drawn * 2.0**-exponent
+            self._pools[key] = pool = torch.empty(length, dtype=key[0], device=key[1])
+            for part in pool.split(len(drawn)):
+                part.copy_(drawn[: len(part)])
+        return self._pools[key]
+
+    def _parameter(
+        self, like: torch.Tensor, number: int, dtype: torch.dtype | None, device: torch.device | None
+    ) -> nn.Parameter:
+        pool, shape, start = self._pool(like, dtype, device), _shape(like), number * _STEP % _STARTS
+        return nn.Parameter(pool[start : start + math.prod(shape)].view(shape), requires_grad=like.requires_grad)
+
+
+def _shape(parameter: torch.Tensor) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _filled(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Return values for a meta tensor: ones; zeros for integers, which may be indices.
+
+    Masks alternate, since true may mean "use" or "hide": under both meanings each row has something to read.
+    """
+    filled = torch.ones(like.shape, dtype=like.dtype, device=device or "cpu")
+    if like.dtype == torch.bool or (like.dim() > 1 and like.shape[-1] == like.shape[-2] > 1):
+        filled[..., 1::2] = 0
+    return filled if like.is_floating_point() or like.is_complex() or like.dtype == torch.bool else filled.zero_()
+
+
+def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
+    """Return a copy of ``model`` that can be run although the weights of the model do not exist.
+
+    The copy lies on :func:`device_of` the model, in the dtypes of the parameters.
+
+    :raises LNSConfigError: the weights are quantized. :raises MeasurementError: the model cannot be copied.
+
+    Example: ``shadow(model)(torch.zeros(1, 8, dtype=torch.long))``.
+    """
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise LNSConfigError(
+            f"The weights of {type(model).__name__} are quantized. Expected floating weights. "
+            "Apply the scheme before quantization."
+        )
+    try:
+        copied: nn.Module = (weights or RandomWeights()).copy(model, device=device_of(model))
+    except Exception as error:
+        raise MeasurementError(
+            f"{type(model).__name__} could not be copied before its weights exist ({type(error).__name__}: {error}). "
+            "Expected a model that copy.deepcopy takes. Apply the scheme once the weights exist, before the model is "
+            "sharded."
+        ) from error
+    return copied
+
+
+def same_modules(modules: Iterable[nn.Module], of: nn.Module, to: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``to`` that have the names of these modules of ``of``.
+
+    :raises LNSConfigError: a module is not part of ``of``.
+    """
+    names = {module: name for name, module in of.named_modules()}
+    if strangers := [type(module).__name__ for module in modules if module not in names]:
+        raise LNSConfigError(
+            f"{strangers[0]} is not a module of {type(of).__name__}. Expected modules of the model itself. "
+            "Take them from the model, such as model.layers."
+        )
+    return [to.get_submodule(names[module]) for module in modules]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors of an example to ``device``; tensors on the meta device become ones, of integers zeros."""
+    if torch.is_tensor(value):
+        return _filled(value, device) if value.is_meta else value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(each, device) for key, each in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(to_device(each, device) for each in value)
+    return value
