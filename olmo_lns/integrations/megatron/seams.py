@@ -17,6 +17,7 @@ WRAPPED = {
     "megatron.training.training:setup_model_and_optimizer": ("model_built", True),
     "megatron.training.checkpointing:load_args_from_checkpoint": ("load_args", True),
     "megatron.training.checkpointing:_load_base_checkpoint": ("load_base", True),
+    "megatron.core.dist_checkpointing:load": ("load_sharded", False),  # for the next one
     "megatron.post_training.checkpointing:load_modelopt_checkpoint": ("load_modelopt", False),
 }
 #: Names of the models' classes.

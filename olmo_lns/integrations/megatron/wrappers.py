@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -27,6 +28,8 @@ from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.settings import ALLOW_MISMATCH, is_set
 
 Function = Callable[..., Any]
+#: Megatron's argument with the checkpoint of the model that ModelOpt distils from. That model is Pre-LN.
+TEACHER = "export_kd_teacher_load"
 
 
 def model_init(original: Function) -> Function:
@@ -76,7 +79,7 @@ def config_from_args(original: Function) -> Function:
 def _is_teacher(args: Any) -> bool:
     """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's arguments."""
     launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return launched is not None and launched is not args and bool(getattr(args, "export_kd_teacher_load", None))
+    return launched is not None and launched is not args and bool(getattr(args, TEACHER, None))
 
 
 # --- the finished model ---------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ def load_base(original: Function) -> Function:
         state, running, folder = result[0], call.get("args") or _running(), call.get("load_dir")
         if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
             return result
-        is_teacher = folder is not None and folder == getattr(running, "export_kd_teacher_load", None)
+        is_teacher = folder is not None and folder == getattr(running, TEACHER, None)
         compare(state.get("args"), Settings() if is_teacher else Settings.of(running), result[1] or folder)
         return result
 
@@ -185,20 +188,44 @@ def _running() -> Any:
     return get_args()
 
 
+#: Arguments in the checkpoints that ``dist_checkpointing.load`` has read during a call of ModelOpt's loader, else None.
+_arguments_read: ContextVar[list[Any] | None] = ContextVar("_arguments_read", default=None)
+
+
+def load_sharded(original: Function) -> Function:
+    """Keep the arguments that Megatron Core reads with a sharded checkpoint, for :func:`load_modelopt`."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if (arguments_read := _arguments_read.get()) is not None:
+            state = result[0] if isinstance(result, tuple) else result  # a tuple: with missing and unexpected keys
+            arguments_read.append(state.get("args"))
+        return result
+
+    return load
+
+
 def load_modelopt(original: Function) -> Function:
-    """Compare the schemes in ModelOpt's scripts, which read a sharded checkpoint without Megatron's loader."""
+    """Compare the schemes in ModelOpt's scripts, which read a sharded checkpoint without Megatron's loader.
+
+    Only what stock has read is compared: a checkpoint that Megatron's own loader reads is compared there.
+    """
     signature = inspect.signature(original)
 
     def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import dist_checkpointing
-
-        running = _running()
-        load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
-        folder, _ = original.__globals__["get_sharded_load_dir"](getattr(running, load_arg))
-        if folder is not None:
-            saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-            compare(saved, Settings.of(running) if load_arg == "load" else Settings(), folder)
-        return original(*args, **kwargs)
+        arguments_read: list[Any] = []
+        token = _arguments_read.set(arguments_read)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _arguments_read.reset(token)
+        if arguments_read:
+            running = _running()
+            load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
+            selected = Settings() if load_arg == TEACHER else Settings.of(running)
+            saved = next((each for each in arguments_read if each is not None), None)
+            compare(saved, selected, getattr(running, load_arg))
+        return result
 
     return load_modelopt_checkpoint
 

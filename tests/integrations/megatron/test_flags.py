@@ -190,20 +190,3 @@ def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     assert load(teacher, parse(), folder="teacher")[1] == "iter_7"
     with pytest.raises(CheckpointMismatchError):
         load(teacher, parse())
-
-
-def get_sharded_load_dir(folder):
-    """A stand-in for ModelOpt's, which the wheel lacks."""
-    return folder, ""
-
-
-def test_the_loader_of_modelopts_scripts_compares_too(arguments, monkeypatch):
-    """It reads a sharded checkpoint past Megatron's own loader; the teacher is Pre-LN."""
-    from megatron.core import dist_checkpointing
-
-    arguments.load = arguments.export_kd_teacher_load = "folder"
-    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda folder: {"args": parse()})
-    load = wrappers.load_modelopt(lambda model, load_arg="load": "loaded")
-    with pytest.raises(CheckpointMismatchError, match="folder: its config says preln, but this run has lns"):
-        load([])
-    assert load([], load_arg="export_kd_teacher_load") == "loaded"

@@ -11,18 +11,6 @@ from support.megatron_launch import pretrain
 
 pytestmark = pytest.mark.slow
 
-#: What the wrapper of ModelOpt's loader relies on. Mocks stand in for ModelOpt's own modules.
-MODELOPT = """
-import inspect, sys
-from unittest import mock
-names = (".torch", ".torch.opt", ".torch.opt.plugins", ".torch.opt.plugins.mcore_dist_checkpointing",
-         ".torch.quantization", ".torch.quantization.utils", ".torch.utils")
-sys.modules.update({"modelopt" + name: mock.MagicMock() for name in ("", *names)})
-from megatron.post_training.checkpointing import load_modelopt_checkpoint as loader
-from olmo_lns import hook
-stock = loader.__wrapped__
-print(hook.is_wrapped(loader), "get_sharded_load_dir" in stock.__globals__, "load_arg" in inspect.signature(stock).parameters)
-"""
 LNS = "--layernorm-scaling"
 LINE = "LayerNorm Scaling on: 8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4)"
 
@@ -71,13 +59,6 @@ def test_training_equals_the_reference_and_stock_is_stock(tree):
     assert lns == launcher.losses() == pytest.approx(reference, rel=2e-6) and len(lns) == 6
     assert installed == stock
     assert max(abs(a - b) for a, b in zip(lns, stock, strict=True)) > 1e-3
-
-
-def test_the_loader_of_modelopts_scripts_is_what_its_wrapper_expects(tree):
-    variables = megatron_launch.environment()
-    variables["PYTHONPATH"] = f"{tree}:{variables['PYTHONPATH']}"
-    done = launch.run([sys.executable, "-c", MODELOPT], cwd=tree, env=variables)
-    assert done.last_line() == "True True True", done.text[-3000:]
 
 
 def test_a_patched_megatron_has_the_guards_of_the_plugin(saved, tree, tmp_path, monkeypatch):

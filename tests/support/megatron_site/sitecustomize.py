@@ -113,7 +113,9 @@ def start():
         typing.override = typing_extensions.override
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
     if os.environ.get("MEGATRON_NO_HOOK") == "1":
-        sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "olmo_lns_start_up", False)]
+        from support.start_up import remove_start_up_hook
+
+        remove_start_up_hook()
     answer_cuda()
     table = {"megatron.legacy.fused_kernels": no_fused_kernels}
     if os.environ.get("MEGATRON_REFERENCE") == "1":

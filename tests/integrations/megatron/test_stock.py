@@ -1,0 +1,41 @@
+"""Where no scheme is selected, each wrapped function of Megatron does what it does without this package.
+
+A program runs every function on inputs of every kind, in a process with the start-up hook and in one without it. Results,
+errors, warnings, output, log, opened files and the random state are the same.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support import launch, megatron_launch, observing
+
+pytestmark = pytest.mark.slow
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+def run(program, folder, tree, **variables):
+    folder.mkdir()
+    environment = megatron_launch.environment(RANK="0", WORLD_SIZE="1", **variables)
+    if tree is not None:
+        environment["PYTHONPATH"] = f"{tree}:{environment['PYTHONPATH']}"
+    launch.run([sys.executable, PROGRAMS / program, folder], cwd=folder, env=environment).ok()
+
+
+def compare(program, tmp_path, tree=None):
+    """Run ``program`` with and without this package; compare what was observed. Return the wrapped functions' names."""
+    installed, stock = tmp_path / "installed", tmp_path / "stock"
+    run(program, installed, tree)
+    run(program, stock, tree, MEGATRON_NO_HOOK="1")
+    return observing.compare(installed, stock)
+
+
+def test_constructors_and_the_loader_of_megatron_core(tmp_path):
+    wrapped = compare("stock_core.py", tmp_path)
+    assert {"GPTModel", "BertModel", "T5Model", "dist_checkpointing.load"} < wrapped
+
+
+def test_arguments_models_and_checkpoints_of_megatron_training(tmp_path):
+    """Checkpoints: sharded, legacy, DCP, NeMo's, without arguments, none, damaged, of a broken tracker."""
+    wrapped = compare("stock_training.py", tmp_path, megatron_launch.checkout())
+    assert "load_args_from_checkpoint" in wrapped
