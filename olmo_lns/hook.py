@@ -35,6 +35,7 @@ INTEGRATIONS: dict[str, str] = {
     "megatron": "olmo_lns.integrations.megatron",
     "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
+    "torchtitan": "olmo_lns.integrations.torchtitan",
     "transformers": "olmo_lns.integrations.transformers",
 }
 #: Framework module -> a module of this package, above the integrations; ``register()`` runs after the framework module.

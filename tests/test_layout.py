@@ -20,7 +20,7 @@ ORDER = [
     ("train", "diagnostics"),
     ("study",),
     ("export",),
-    ("dispatch", "olmo_core"),
+    ("dispatch", "olmo_core", "torchtitan"),
     ("integrations",),
     ("folding", "start_up"),
     ("sites",),

@@ -1,0 +1,120 @@
+"""Keep the scheme in torchtitan's checkpoints, and compare it with the built model before weights are loaded.
+
+torchtitan saves no config beside a checkpoint. A run under a scheme adds one entry to the checkpoint's state dict; the
+entry's name spells the scheme, so that reading the checkpoint's index is enough. torchtitan and PyTorch's converters
+load the entries that they ask for, and ignore it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, Callable
+
+from olmo_lns.errors import CheckpointMismatchError, one_line
+from olmo_lns.integrations.torchtitan.model import LNS, scheme_of
+from olmo_lns.record import require_same
+from olmo_lns.schemes import PRE_LN, Scheme, parse
+
+log = logging.getLogger("olmo_lns")
+
+#: Beginning of the entry's name; the scheme follows.
+ENTRY = "olmo_lns.scheme="
+
+
+def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``CheckpointManager.dcp_save``: under a scheme, add the entry."""
+    signature = inspect.signature(save)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scheme = running_scheme(self)
+        if scheme.is_pre_ln:
+            return save(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        if call.arguments.get("to_hf"):
+            folder = call.arguments["checkpoint_id"]
+            log.warning(
+                "%s: the Hugging Face format cannot name %s, and other software would run these weights as Pre-LN. "
+                "Fold them first: olmo-lns export %s OUT --scheme %s",
+                *(folder, scheme, folder, scheme),
+            )
+        else:
+            call.arguments["state_dict"] = {**call.arguments["state_dict"], f"{ENTRY}{scheme}": str(scheme)}
+        return save(*call.args, **call.kwargs)
+
+    return wrapped
+
+
+def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``CheckpointManager.dcp_load``: compare the checkpoint's scheme with the model's."""
+    signature = inspect.signature(load)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        running, folder = running_scheme(self), arguments["checkpoint_id"]
+        # A folder of Hugging Face's names no scheme; its weights are a stock model's.
+        saved = PRE_LN if arguments.get("from_hf") else _from_rank_zero(folder, running)
+        require_same(saved, running, source=folder, setting=_setting)
+        return load(self, *args, **kwargs)
+
+    return wrapped
+
+
+def running_scheme(manager: Any) -> Scheme:
+    """Return the scheme of the model whose checkpoints ``manager`` saves."""
+    return scheme_of(getattr(manager.states.get("model"), "model", ()))
+
+
+def _from_rank_zero(folder: str, running: Scheme) -> Scheme | None:
+    """Return a checkpoint's scheme, read by one process; None if its index cannot be read and Pre-LN runs.
+
+    :raises CheckpointMismatchError: the index cannot be read, or names two schemes. All processes raise.
+    """
+    import torch.distributed as dist
+
+    several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    result: list[Any] = [None]
+    if not several or dist.get_rank() == 0:
+        try:
+            result = [read_scheme(folder)]
+        except CheckpointMismatchError as error:
+            result = [error]
+    if several:
+        dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], Exception):
+        if running.is_pre_ln and result[0].__cause__ is not None:
+            return None  # torchtitan reports it
+        raise result[0]
+    scheme: Scheme = result[0]
+    return scheme
+
+
+def read_scheme(folder: str) -> Scheme:
+    """Return the scheme of a checkpoint of torchtitan, local or remote; Pre-LN without the entry.
+
+    :raises CheckpointMismatchError: the checkpoint's index cannot be read, or names two schemes or an unknown one.
+
+    Example: ``str(read_scheme("outputs/checkpoint/step-500"))`` is ``"lns"``.
+    """
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    try:
+        reader: Any = _storage_setup(None, folder, reader=True)
+        names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(ENTRY)]
+        schemes = {parse(name.removeprefix(ENTRY)) for name in names}
+    except Exception as error:  # each store's client has its own errors
+        raise CheckpointMismatchError(
+            f"{folder}: the index of this checkpoint cannot be read ({one_line(error)}). It names the scheme of the "
+            "weights. Check the path, or load another checkpoint."
+        ) from error
+    if len(schemes) > 1:
+        raise CheckpointMismatchError(
+            f"{folder} names the schemes {', '.join(sorted(map(str, schemes)))}. A checkpoint has one scheme."
+        )
+    return schemes.pop() if schemes else PRE_LN
+
+
+def _setting(scheme: Scheme) -> str:
+    if scheme.is_pre_ln:
+        return f"no {LNS} in --override.imports"
+    return f"""--override.imports '{LNS}={{"scheme": "{scheme}"}}'"""

@@ -1,0 +1,131 @@
+"""Take the depth factor off torchtitan's initializers, and measure what they draw.
+
+Every parameter in torchtitan has an initializer, such as ``partial(trunc_normal_, std=0.02 / sqrt(2 * l))`` in block l.
+The standard deviations in all blocks show which of them have a depth factor. LayerNorm Scaling replaces that factor
+(arXiv 2502.05795, footnote 1 and section 6).
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections import defaultdict
+from functools import partial
+from typing import Any, Callable, Iterator
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.initialization import check_drawn
+
+#: Block number and the standard deviation in that block, of one initializer.
+_Family = dict[int, float]
+
+
+def make_plain(decoder: Any) -> None:
+    """Give each initializer with a depth factor the standard deviation without it.
+
+    Two factors are known: 1/√(2l) in block l, and 1/√(2L) in a model of L blocks.
+
+    :param decoder: a built model whose weights are not drawn yet.
+    :raises LNSConfigError: an initializer that differs between the blocks in another way.
+    """
+    families = _families(decoder)
+    in_block: dict[int, list[float]] = defaultdict(list)
+    for family in families.values():
+        for number, std in family.items():
+            in_block[number].append(std)
+    bases = [_base(name, family) for name, family in families.items() if len(set(family.values())) > 1]
+    depth, n_layers = math.sqrt(2 * len(decoder.layers)), len(decoder.layers)
+
+    plain: dict[tuple[str, int], float] = {}
+    for key, family in families.items():
+        for base in bases:
+            if all(_same(std * math.sqrt(2 * number), base) for number, std in family.items()):
+                plain[key] = base
+        if n_layers > 1 and len(set(family.values())) == 1:
+            (std,) = set(family.values())
+            others = [other for number in family for other in in_block[number]]
+            if key not in plain and any(_same(std * depth, other) for other in others):
+                plain[key] = std * depth
+    _replace(decoder, plain)
+
+
+def _families(decoder: Any) -> dict[tuple[str, int], _Family]:
+    """Return the standard deviations by block, for each parameter's name and place in its initializer."""
+    families: dict[tuple[str, int], _Family] = defaultdict(dict)
+    for number, name, _, _, initializer in _initializers(decoder):
+        for place, draw in enumerate(_draws(initializer)):
+            if draw.keywords["std"] > 0:
+                families[name, place][number] = float(draw.keywords["std"])
+    return families
+
+
+def _base(name: tuple[str, int], family: _Family) -> float:
+    """Return the standard deviation without 1/√(2l), of an initializer that differs between the blocks."""
+    bases = [std * math.sqrt(2 * number) for number, std in family.items()]
+    if not all(_same(base, bases[0]) for base in bases):
+        raise LNSConfigError(
+            f"{name[0]} is drawn with the standard deviations {family} by block. A scheme replaces a depth factor of "
+            "1/sqrt(2l) or 1/sqrt(2L) in block l of L, and this is neither. Give all blocks one value, or keep the "
+            'initializers with olmo_lns.torchtitan.lns={"keep_scaled_init": true}.'
+        )
+    return bases[0]
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6)
+
+
+def _initializers(decoder: Any) -> Iterator[tuple[int, str, Any, str, Callable[..., Any]]]:
+    """Yield block number, the parameter's name in the block, its module, its name there, its initializer."""
+    for key, block in decoder.layers.items():
+        for path, module in block.named_modules():
+            for name, initializer in (getattr(module, "_param_init", None) or {}).items():
+                yield int(key) + 1, f"{path}.{name}", module, name, initializer
+
+
+def _draws(initializer: Any) -> Iterator[partial[Any]]:
+    """Yield the draws of an initializer: itself, or those that it makes for the parts of a fused weight."""
+    if isinstance(initializer, partial):
+        if isinstance(initializer.keywords.get("std"), (int, float)):
+            yield initializer
+        return
+    for cell in getattr(initializer, "__closure__", None) or ():
+        yield from _draws(cell.cell_contents)
+
+
+def _replace(decoder: Any, plain: dict[tuple[str, int], float]) -> None:
+    for _, name, module, parameter, initializer in list(_initializers(decoder)):
+        stds = [plain.get((name, place)) for place, _ in enumerate(_draws(initializer))]
+        if any(stds):
+            module._param_init = {**module._param_init, parameter: _with_stds(initializer, iter(stds))}
+            if isinstance(initializer, partial):
+                module.lns_drawn = {**getattr(module, "lns_drawn", {}), parameter: stds[0]}
+
+
+def _with_stds(initializer: Any, stds: Iterator[float | None]) -> Any:
+    """Return an initializer with other standard deviations, None for the present one, in the order of its draws."""
+    if not any(True for _ in _draws(initializer)):
+        return initializer
+    if isinstance(initializer, partial):
+        std = next(stds)
+        keywords = initializer.keywords if std is None else {**initializer.keywords, "std": std}
+        return partial(initializer.func, *initializer.args, **keywords)
+    cells = tuple(types.CellType(_with_stds(cell.cell_contents, stds)) for cell in initializer.__closure__)
+    copied = types.FunctionType(
+        initializer.__code__, initializer.__globals__, initializer.__name__, initializer.__defaults__, cells
+    )
+    copied.__kwdefaults__ = initializer.__kwdefaults__
+    return copied
+
+
+def wrap_init_states(init_states: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Decoder.init_states``: measure the weights whose initializer was replaced."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_states(self, *args, **kwargs)
+        for path, module in self.named_modules():
+            for name, std in vars(module).get("lns_drawn", {}).items():
+                check_drawn({name: getattr(module, name)}, std, where=path)
+        return result
+
+    return wrapped

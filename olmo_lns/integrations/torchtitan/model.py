@@ -1,0 +1,145 @@
+"""Scale the marked norms of a built decoder, measure them, and check that an override had an effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, Iterator
+
+from olmo_lns import scaled, sites, start_up
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.hook import require
+from olmo_lns.integrations.torchtitan import initialization
+from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
+from olmo_lns.integrations.torchtitan.norms import folded
+from olmo_lns.integrations.torchtitan.request import Request, request_of
+from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
+
+log = logging.getLogger("olmo_lns")
+
+#: The overrides that users name in ``--override.imports``.
+LNS = "olmo_lns.torchtitan.lns"
+PLAIN_INITIALIZATION = "olmo_lns.torchtitan.plain_initialization"
+
+
+def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Decoder.__init__``: a decoder with marked norms gets their scheme."""
+
+    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, config, *args, **kwargs)
+        requests = [request_of(norm) for _, _, norm in _norms(self)]
+        if any(requests):
+            _attach(self, requests)
+        elif request_of(self.norm) is not None:
+            require("torchtitan")
+            initialization.make_plain(self)
+            start_up.write_line("Plain initialization on: the initializers have no depth factor")
+
+    return wrapped
+
+
+def _norms(decoder: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield number of the block, sub-layer and norm, None for a missing one, of each block in the decoder."""
+    for key, block in decoder.layers.items():
+        for sub_layer in SUB_LAYERS:
+            yield int(key) + 1, sub_layer, getattr(block, NORMS[sub_layer], None)
+
+
+def _attach(decoder: Any, requests: list[Request | None]) -> None:
+    """Scale and measure the norms of a decoder, set its initializers and write the start-up line.
+
+    :raises LNSConfigError: the scheme or the decoder is not supported.
+    :raises MeasurementError: a norm does not compute its factor. The model is left as it was.
+    """
+    require("torchtitan")
+    name, n_layers, dim = type(decoder).__name__, len(decoder.layers), decoder.config.dim
+    if (request := requests[0]) is None or any(other != request for other in requests):
+        missing = [number for (number, _, _), other in zip(_norms(decoder), requests, strict=True) if other is None]
+        raise LNSConfigError(
+            f"{name}: blocks {sorted(set(missing))} have no {' or '.join(NORMS.values())} that {LNS} could mark. "
+            "A scheme needs both norms, of class RMSNorm, in every block."
+        )
+    if getattr(decoder.config, "mtp_layers", None):
+        raise LNSConfigError(
+            f"{name} has modules for multi-token prediction, which no paper has combined with LayerNorm Scaling. "
+            "A scheme expects a decoder without them. Leave mtp_layers empty, or remove the override."
+        )
+    scheme = request.scheme
+    if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
+        raise LNSConfigError(
+            f"scheme {scheme} does not only multiply the norms before attention and feed-forward. torchtitan supports "
+            "lns, with any exponent, and schemes of your own that only multiply norms."
+        )
+    with sites.stock_on_failure(decoder):
+        for number, sub_layer, norm in _norms(decoder):
+            site = sites.Site(scheme, number, n_layers, sub_layer)
+            # Read from the stock forward: torchtitan shards a norm's input by the argument's name.
+            getattr(norm, "_cache_pos_arg_names", lambda: None)()
+            scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, folded=folded(norm))
+            sites.attach(norm, site)
+        sites.check(decoder, scheme, n_layers)
+        _check_blocks(decoder, dim)
+        if request.plain:
+            initialization.make_plain(decoder)
+    line = start_up.start_up_line(
+        decoder,
+        n_layers,
+        measured=["output", "gradient", "block"],
+        norm=type(norm).__name__,
+        initialization="scaled initialization " + ("off" if request.plain else "kept"),
+    )
+    start_up.write_line(line)
+
+
+def _check_blocks(decoder: Any, dim: int) -> None:
+    """Run one block of each structure."""
+    seen = set()
+    for key, block in decoder.layers.items():
+        structure = (type(block), tuple((name, type(child)) for name, child in block.named_children()))
+        if structure not in seen:
+            seen.add(structure)
+            check_block(block, dim, number=int(key) + 1)
+
+
+def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Trainer.train``: each override of this package had an effect, and each block still has its scheme."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        imports = self.config.override.imports
+        targets = {entry if isinstance(entry, str) else entry[0] for entry in imports}
+        if LNS in targets and scheme_of(self.model_parts).is_pre_ln:
+            raise LNSConfigError(
+                f"{LNS} had no effect on {self.config.model_spec.name}. It marks norms of class RMSNorm that are "
+                f"called {' and '.join(NORMS.values())} in the layers of a decoder. This model has none. Remove the "
+                "override."
+            )
+        for part in self.model_parts:
+            check_part(part)
+        return train(self, *args, **kwargs)
+
+    return wrapped
+
+
+def check_part(part: Any) -> None:
+    """Check the blocks of a model, or of a pipeline stage, after torchtitan has divided and wrapped it.
+
+    :raises MeasurementError: a block with another number than its place in the whole model, or without its scheme.
+    """
+    found = sorted((site.layer_number, site.sub_layer) for _, _, site in sites.sites(part))
+    expected = [(int(key) + 1, sub_layer) for key in getattr(part, "layers", {}) for sub_layer in SUB_LAYERS]
+    if found and found != sorted(expected):
+        raise MeasurementError(
+            f"{type(part).__name__}: found a scheme on the sub-layers {found}, expected {sorted(expected)}. A "
+            "module was replaced or moved after the model was built; report this with the command."
+        )
+
+
+def scheme_of(parts: Any) -> Scheme:
+    """Return the scheme of a model's parts in this process; Pre-LN without a site.
+
+    :raises MeasurementError: parts with different schemes.
+    """
+    # Not by read_back: torchtitan puts a wrapper of its own around the forward of a norm that it shards.
+    schemes = {site.scheme for part in parts for _, _, site in sites.sites(part)}
+    if len(schemes) > 1:
+        raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
+    return schemes.pop() if schemes else PRE_LN

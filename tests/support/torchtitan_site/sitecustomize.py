@@ -1,0 +1,53 @@
+"""For launches of torchtitan on a CPU: what torchtitan takes from CUDA, and nothing of this package.
+
+With ``TORCHTITAN_HOOKS`` in the environment, llama3 is the reference of LayerNorm Scaling, by hooks on the stock model.
+torchtitan's device is the CPU, its memory monitor reads nothing, and its flex attention, which has no backward on a CPU,
+is PyTorch's scaled dot-product attention. The block mask of a text is causal; the tests' texts are one document.
+"""
+
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch._utils
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
+
+torch._utils._get_available_device_type = lambda: "cpu"
+torch.cpu.get_device_name = lambda device: "CPU"
+torch.cpu.current_device = lambda: 0
+torch.cpu.get_device_properties = lambda device: SimpleNamespace(total_memory=1, name="CPU")
+torch.cpu.memory_stats = lambda device: {}
+torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
+
+
+def _attention(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux, kernel_options):
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    return out, AuxOutput(lse=torch.zeros_like(out[..., 0]))
+
+
+import torchtitan.models.common.attention as attention  # noqa: E402
+
+attention.FlexAttention._compiled_flex_attn = _attention
+attention._compiled_create_block_mask = create_block_mask  # compiling it takes minutes
+# Newer than torch 2.13; torchtitan calls it after the first step.
+torch.distributed.set_timeout = getattr(torch.distributed, "set_timeout", lambda timeout, group: None)
+
+
+def _with_hooks(init):
+    def wrapped(self, config):
+        init(self, config)
+        for index, block in enumerate(self.layers.values()):
+            for norm in (block.attention_norm, block.ffn_norm):
+                norm.register_forward_hook(lambda module, args, output, s=(index + 1) ** -0.5: output * s)
+            for linear in (block.attention.wo, block.feed_forward.w2, block.feed_forward.w3):
+                linear._param_init = {"weight": partial(torch.nn.init.trunc_normal_, std=0.02)}
+
+    return wrapped
+
+
+if os.environ.get("TORCHTITAN_HOOKS"):
+    from torchtitan.models.common.decoder import Decoder
+
+    Decoder.__init__ = _with_hooks(Decoder.__init__)
