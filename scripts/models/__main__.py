@@ -13,7 +13,9 @@ Rows whose package or checkout is missing are reported as "not installed". Each 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import importlib
 import json
 import multiprocessing
 import os
@@ -51,6 +53,10 @@ def run(rows: list[Row], check: bool, jobs: int, limit: float) -> Iterator[dict]
     import torch
 
     torch.set_num_threads(1)
+    for package in ("torchvision", "timm", "einops"):
+        if any(row.source == f"package:{package}" for row in rows):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(package)
     fork, running, waiting = multiprocessing.get_context("fork"), [], list(rows)
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -121,7 +127,9 @@ def main() -> None:
     """Run the rows that were named and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names or patterns of rows (default: all)")
-    parser.add_argument("--check", action="store_true", help="build and test the expectations only; apply is not called")
+    parser.add_argument(
+        "--check", action="store_true", help="build and test the expectations only; apply is not called"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="rows that run at once")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one row")

@@ -171,7 +171,11 @@ def _():
     code=("train_gpt2.py", "x = x + self.attn(self.ln_1(x))"),
 )
 def _():
-    code = load_part("karpathy/llm.c", "train_gpt2.py", "# -----------------------------------------------------------------------------\n# Our own simple Distributed")
+    code = load_part(
+        "karpathy/llm.c",
+        "train_gpt2.py",
+        "# -----------------------------------------------------------------------------\n# Our own simple Distributed",
+    )
     code.FLASH = 0
     return code.GPT(code.GPTConfig(16, 64, 4, 4, 32)), every_logit
 
@@ -249,9 +253,13 @@ def _():
     "repository:KellerJordan/modded-nanogpt",
     REFUSED,
     why="The norms are calls of F.rms_norm, so there is no module to scale.",
-    code=("records/track_1_short/2024-10-14_ModernArch/train_gpt2.py", "x = x + self.attn(F.rms_norm(x, (x.size(-1),)))"),
+    code=(
+        "records/track_1_short/2024-10-14_ModernArch/train_gpt2.py",
+        "x = x + self.attn(F.rms_norm(x, (x.size(-1),)))",
+    ),
 )
 def _():
+    sys.argv[0] = __file__  # the script reads itself
     code = load_part(
         "KellerJordan/modded-nanogpt",
         "records/track_1_short/2024-10-14_ModernArch/train_gpt2.py",
@@ -438,5 +446,8 @@ def _():
 def rwkv(kind: str):
     """Build RWKV's first model with four blocks."""
     code = load("BlinkDL/RWKV-LM", "RWKV-v1/src/model.py")
-    config = code.GPTConfig(64, 8, n_layer=4, n_head=4, n_embd=32, n_attn=32, n_ffn=64, model_type=kind)
+    config = code.GPTConfig(
+        64, 8, n_layer=4, n_head=4, n_embd=32, n_attn=32, n_ffn=64, model_type=kind,
+        rwkv_emb_scale=0.4, rwkv_tiny_attn=0, rwkv_tiny_head=0,
+    )  # fmt: skip
     return code.GPT(config), every_logit

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a row is a line of a table
 """Models of PyTorch itself: torch.nn's transformer layers and torchvision."""
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _():
     "package:torch",
     REFUSED,
     why="A third branch attends to the memory behind norm2, and the method defines no third norm.",
-    code=(CODE, "self.norm2(x), memory, memory_mask, memory_key_padding_mask, memory_is_causal"),
+    code=(CODE, "x = x + self._mha_block("),
 )
 def _():
     layer = nn.TransformerDecoderLayer(32, 4, 64, dropout=0.0, norm_first=True, batch_first=True)
@@ -121,7 +122,7 @@ def _():
     "package:torch",
     REFUSED,
     why="Encoder and decoder are two stacks, and the decoder's blocks have a third norm in front of cross-attention.",
-    code=(CODE, "self.norm2(x), memory, memory_mask, memory_key_padding_mask, memory_is_causal"),
+    code=(CODE, "x = x + self._mha_block("),
 )
 def _():
     model = nn.Transformer(32, 4, 4, 4, 64, dropout=0.0, norm_first=True, batch_first=True)
@@ -220,7 +221,7 @@ def _():
     from torchvision.models.maxvit import MaxVit
 
     model = MaxVit(
-        (32, 32), 16, (2, 2), [16, 32], [2, 2], 8, 0.0, num_classes=8, norm_layer=None
+        (32, 32), 16, 2, [16, 32], [2, 2], 8, 0.0, num_classes=8
     )  # fmt: skip
     return model, torch.randn(2, 3, 32, 32)
 
