@@ -252,7 +252,7 @@ def _():
     ACCEPTED,
     sites=sites("layers.{}.fn.norm", 4),
     why="One norm and one input projection; attn_out mixes positions and ff_out does not.",
-    code=("palm_rlhf_pytorch/palm.py", "return self.attn_out(out) + self.ff_out(ff)"),
+    code=("palm_rlhf_pytorch/palm.py", "return attn_out + ff_out"),
 )
 def _():
     from palm_rlhf_pytorch import PaLM
@@ -305,7 +305,10 @@ def _():
     "package:perceiver-pytorch",
     REFUSED,
     why="Latents attend to the input by cross-attention in front of each self-attention: a second stream.",
-    code=("perceiver_pytorch/perceiver_pytorch.py", "x = cross_attn(x, context = data, mask = mask) + x"),
+    code=(
+        "perceiver_pytorch/perceiver_pytorch.py",
+        "x = self.cross_attn(x, context = context, mask = mask, inverted_attention = inverted_attention) + x",
+    ),
 )
 def _():
     from perceiver_pytorch import Perceiver

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import types
 
@@ -155,11 +154,15 @@ def _():
     ),
 )
 def _():
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import llama3_configs
 
-    model = llama3_configs["debugmodel"]("sdpa").build()
-    model.init_states()
-    return model, (IDS, torch.arange(8).expand(2, 8))
+    config = llama3_configs["debugmodel"]("flex")
+    for layer in config.layers:  # flex attention needs a compiler
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    return model, IDS
 
 
 WHISPER = "whisper/model.py"
@@ -214,7 +217,7 @@ def _():
     "package:fair-esm",
     REFUSED,
     why="A block has three branches, for rows, columns and the MLP, each with a norm.",
-    code=("esm/modules.py", "x = self.column_self_attention("),
+    code=("esm/modules.py", "x, column_attn = self.column_self_attention("),
 )
 def _():
     import argparse
@@ -623,6 +626,3 @@ def _():
         "hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 5, 16),
         "timestep": torch.tensor([3]), "return_dict": False,
     }  # fmt: skip
-
-
-assert copy

@@ -194,6 +194,9 @@ def swin(file: str, name: str) -> nn.Module:
     code=("models/poolformer.py", "* self.token_mixer(self.norm1(x)))"),
 )
 def _():
+    import timm.layers.helpers
+
+    sys.modules["timm.models.layers.helpers"] = timm.layers.helpers  # the name that it had
     code = load("sail-sg/poolformer", "models/poolformer.py")
     model = code.PoolFormer(
         [1, 1, 1, 1], embed_dims=[16, 16, 32, 32], mlp_ratios=[2, 2, 2, 2], downsamples=[True] * 4, num_classes=8,
@@ -205,6 +208,13 @@ def _():
 FLASH = "Dao-AILab/flash-attention"
 
 
+def flash() -> None:
+    """Make flash-attn importable without its kernels."""
+    bare(FLASH, "flash_attn")
+    on_path(FLASH)
+    sys.modules["flash_attn.ops.triton.layer_norm"] = None  # asks for a GPU when it is imported
+
+
 @row(
     "flash-attn VisionTransformer",
     f"repository:{FLASH}",
@@ -214,8 +224,7 @@ FLASH = "Dao-AILab/flash-attention"
     code=("flash_attn/modules/block.py", "residual = (dropped + residual) if residual is not None else dropped"),
 )
 def _():
-    bare(FLASH, "flash_attn")
-    on_path(FLASH)
+    flash()
     from flash_attn.models.vit import VisionTransformer
 
     return VisionTransformer(img_size=32, patch_size=8, num_classes=8, embed_dim=32, depth=4, num_heads=4), IMAGES
@@ -229,8 +238,7 @@ def _():
     code=("flash_attn/modules/block.py", "(self.drop_path1(self.dropout1(mixer_out)) + hidden_states).to("),
 )
 def _():
-    bare(FLASH, "flash_attn")
-    on_path(FLASH)
+    flash()
     from flash_attn.modules.block import Block
     from flash_attn.modules.mha import MHA
 
@@ -273,7 +281,7 @@ def _():
     code=("audiocraft/modules/transformer.py", "self._sa_block(self.norm1(x), src_mask, src_key_padding_mask))"),
 )
 def _():
-    return audiocraft(layer_scale=0.5, positional_embedding="rope"), torch.randn(2, 8, 32)
+    return audiocraft(layer_scale=0.5, positional_embedding="rope", memory_efficient=True), torch.randn(2, 8, 32)
 
 
 @row(

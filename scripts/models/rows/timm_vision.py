@@ -10,6 +10,7 @@ IMAGE = 32
 BLOCKS = sites("blocks.{}.norm1 blocks.{}.norm2", 4)
 VIT = "timm/models/vision_transformer.py"
 SMALL = {"img_size": IMAGE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 8}
+MIXER = {"class": "MlpMixer", "img_size": IMAGE, "patch_size": 8, "embed_dim": 32, "num_blocks": 4, "num_classes": 8}
 PYRAMID = {"img_size": IMAGE, "num_classes": 8}
 
 
@@ -23,7 +24,7 @@ def stages(pattern: str, *depths: int):
 
 
 #: Settings that name something of the model's module.
-OF_MODULE = ("class", "token_mixers", "norm_layers")
+OF_MODULE = ("class", "token_mixers", "norm_layers", "block_layer", "norm_layer")
 
 
 def model(
@@ -125,7 +126,7 @@ for name, settings, file, line, why in (
     ("convit_tiny", SMALL | {"local_up_to_layer": 2}, "convit.py", "x = x + self.drop_path(self.attn(self.norm1(x)))", "A Pre-LN stack; the class token enters after half of the blocks."),
     ("vit_relpos_small_patch16_224", SMALL | {"init_values": 0.5}, "vision_transformer_relpos.py", "x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x)", "A Pre-LN stack with relative positions."),
     ("samvit_base_patch16", SMALL | {"window_size": 2, "global_attn_indexes": (1, 3), "neck_chans": 16}, "vision_transformer_sam.py", "x = self.norm1(x)", "A Pre-LN stack on (batch, height, width, channels), in windows."),
-    ("mixer_s16_224", {"img_size": IMAGE, "embed_dim": 32, "num_blocks": 4, "num_classes": 8}, "mlp_mixer.py", "x = x + self.drop_path(self.mlp_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2))", "The token MLP reads norm1 of the stream and the channel MLP reads norm2 of it."),
+    ("mixer_s16_224", MIXER, "mlp_mixer.py", "x = x + self.drop_path(self.mlp_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2))", "The token MLP reads norm1 of the stream and the channel MLP reads norm2 of it."),
 ):  # fmt: skip
     model(name, settings, ACCEPTED, file, line, why, sites=BLOCKS)
 
@@ -134,11 +135,11 @@ model(
     "x = x + self.drop_path1(self.norm1(self.attn(x", "Res-post-norm: the norms stand behind the branches.",
 )  # fmt: skip
 model(
-    "resmlp_12_224", {"img_size": IMAGE, "embed_dim": 32, "num_blocks": 4, "num_classes": 8}, REFUSED,
+    "resmlp_12_224", MIXER | {"mlp_ratio": 4, "block_layer": "ResBlock", "norm_layer": "Affine"}, REFUSED,
     "mlp_mixer.py", "return torch.addcmul(self.beta, self.alpha, x)", "The modules named norm are affine and normalise nothing.",
 )  # fmt: skip
 model(
-    "gmlp_s16_224", {"img_size": IMAGE, "embed_dim": 32, "num_blocks": 4, "num_classes": 8}, REFUSED,
+    "gmlp_s16_224", MIXER | {"mlp_ratio": 4, "block_layer": "SpatialGatingBlock"}, REFUSED,
     "mlp_mixer.py", "x = x + self.drop_path(self.mlp_channels(self.norm(x)))",
     "A block has one gated branch whose end does not split into one that mixes positions and one that does not.",
 )  # fmt: skip
@@ -231,11 +232,11 @@ model(
 )  # fmt: skip
 model(
     "crossvit_tiny_240", {"class": "CrossVit", "img_size": 48, "img_scale": (1.0, 1.0), "patch_size": (12, 16), "num_classes": 8, "embed_dim": (16, 32), "depth": ((1, 2, 0), (1, 2, 0)), "num_heads": (2, 2), "mlp_ratio": (2, 2, 1)},
-    REFUSED, "crossvit.py", "outs_b = [block(x_) for x_, block in zip(x, self.blocks)]",
+    REFUSED, "crossvit.py", "outs_b.append(block(x[i]))",
     "Two streams: each block runs two branches of different patch sizes and lets them attend to each other.", size=48,
 )  # fmt: skip
 model(
-    "coat_tiny", {"class": "CoaT", "img_size": 64, "num_classes": 8, "embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1, 1), "parallel_depth": 4, "num_heads": 2, "mlp_ratios": (2, 2, 2, 2)},
+    "coat_tiny", {"class": "CoaT", "patch_size": 4, "img_size": 64, "num_classes": 8, "embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1, 1), "parallel_depth": 4, "num_heads": 8, "mlp_ratios": (2, 2, 2, 2)},
     REFUSED, "coat.py", "cur2 = self.norm12(x2)", "Four streams: a parallel block reads and writes maps of four sizes.", size=64,
 )  # fmt: skip
 model(
@@ -252,7 +253,7 @@ model(
     "xcit.py", "x = x + self.drop_path3(self.gamma3 * self.local_mp(self.norm3(x), H, W))", "A block has three branches with a norm each.",
 )  # fmt: skip
 model(
-    "convnext_atto", {"class": "ConvNeXt", "num_classes": 8, "depths": (4,), "dims": (16,)}, REFUSED, "convnext.py", "x = self.conv_dw(x)",
+    "convnext_atto", {"class": "ConvNeXt", "num_classes": 8, "depths": (1, 1, 2, 1), "dims": (8, 16, 16, 32)}, REFUSED, "convnext.py", "x = self.conv_dw(x)",
     "A block has one norm, and a depthwise convolution reads the stream in front of it.", size=64,
 )  # fmt: skip
 model(
