@@ -5,16 +5,18 @@ Nothing below imports this module.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Sequence, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns import settings
+from olmo_lns import initialization, settings
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
+from olmo_lns.start_up import write_line
 
 __all__ = ["apply", "plain_initialization"]
 
@@ -22,7 +24,12 @@ C = TypeVar("C")
 
 
 def apply(
-    model: nn.Module, scheme: str | Scheme = "lns", *, blocks: Sequence[nn.Module] | None = None, example: Any = None
+    model: nn.Module,
+    scheme: str | Scheme = "lns",
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    example: Any = None,
+    trained: bool | None = None,
 ) -> Any:
     """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
 
@@ -37,6 +44,9 @@ def apply(
     :param blocks: the blocks in order, if the model has several lists that could hold them.
     :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
         that runs the forward. The default is 8 random token ids.
+    :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if
+        every norm that gets a factor has equal gains and biases, the same in all blocks.
+    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
     :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
     :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is
         left unchanged.
@@ -45,7 +55,7 @@ def apply(
     """
     problem = None
     try:
-        _apply(model, as_scheme(scheme), blocks, example)
+        _apply(model, as_scheme(scheme), blocks, example, trained)
     except LNSError as error:
         problem = error
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -55,7 +65,7 @@ def apply(
     return model
 
 
-def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
+def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any, trained: bool | None) -> None:
     settings.check()
     any_model.require_unwrapped(model)
     modules = [base.__module__ for base in type(model).__mro__]
@@ -68,36 +78,48 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
     elif "transformers.modeling_utils" in modules:
         from olmo_lns.integrations import transformers
 
-        transformers.apply(model, scheme, blocks=blocks, example=example)
+        transformers.apply(model, scheme, blocks=blocks, example=example, trained=trained)
     else:
         if "olmo.model" in modules and blocks is None:
             groups = model.transformer
             groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
             blocks = [block for group in groups for block in group]
         stack = any_model.find_sites(model, example, blocks)
-        any_model.report(model, stack, any_model.attach(model, stack, scheme))
+        measured = any_model.attach(model, stack, scheme, trained=trained)
+        any_model.report(model, stack, measured, any_model.describe_initialization(model, stack))
 
 
-def plain_initialization(config: C) -> C:
+def plain_initialization(target: C, *, example: Any = None) -> C:
     """Initialize the residual output projections like every other matrix, without a depth factor.
 
-    Megatron and OLMo's ``full_megatron`` draw these weights times 1/sqrt(2L), OLMo's ``mitchell`` times 1/sqrt(2l). A
-    scheme removes that factor by itself. This function is for the Pre-LN baseline; with a scheme it changes nothing,
-    before or after the scheme is selected.
+    Scaled initialization draws these weights times 1/sqrt(2L) (Megatron, GPT-2, nanoGPT, OLMo's ``full_megatron``), or
+    times 1/sqrt(2l) in block l (torchtitan, open_lm, OLMo's ``mitchell``). In OLMo and Megatron a scheme removes the
+    factor by itself, and so it does in a fresh model of transformers whose family has it. There this function is for
+    the Pre-LN baseline.
 
-    :param config: the model's config, before the model is built: OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron
-        Core's ``TransformerConfig``, or an object with one in ``.transformer``. The config is marked in place; a copy
-        by ``dataclasses.replace`` keeps the mark in Megatron and loses it in OLMo. Or a fresh model of transformers,
-        whose GPT-2 also has the factor 1/sqrt(2L): its weights are multiplied.
-    :returns: ``config``.
-    :raises LNSConfigError: another object, a config that built a model already, or one with another initialization.
+    :param target: the config of OLMo or Megatron before the model is built, or a built model of any kind.
+
+        A config is OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron Core's ``TransformerConfig``, or an object with
+        one in ``.transformer``. It is marked in place; a copy by ``dataclasses.replace`` keeps the mark in Megatron and
+        loses it in OLMo.
+
+        The weights of a model are measured and multiplied in place, after they are drawn and before an optimizer or an
+        engine holds them. Where :func:`apply` has found the projections, the model may be sharded by ``fully_shard``
+        or DeepSpeed ZeRO-3 and compiled; call it in every process then.
+    :param example: as in :func:`apply`, for a model.
+    :returns: ``target``.
+    :raises LNSConfigError: another object, a config that built a model already or has another initialization, trained
+        weights, or weights that were drawn by another rule. Nothing is changed.
     :raises UpstreamChangedError: this OLMo or Megatron lacks a function that is needed.
 
-    Example: ``plain_initialization(config)``, then ``OLMo(config)`` or ``GPTModel(config, ...)``.
+    Example: ``plain_initialization(config)``, then ``OLMo(config)`` or ``GPTModel(config, ...)``;
+    ``plain_initialization(model)`` for nanoGPT.
     """
-    olmo: Any = getattr(config, "model", config)
-    megatron: Any = getattr(config, "transformer", config)
-    if hasattr(olmo, "init_fn") and hasattr(olmo, "layer_norm_type"):
+    olmo: Any = getattr(target, "model", target)
+    megatron: Any = getattr(target, "transformer", target)
+    if isinstance(target, nn.Module):
+        _make_plain(target, example)
+    elif hasattr(olmo, "init_fn") and hasattr(olmo, "layer_norm_type"):
         from olmo_lns.integrations.olmo import register
         from olmo_lns.integrations.olmo.model import request_plain_initialization as request_olmo
 
@@ -107,14 +129,30 @@ def plain_initialization(config: C) -> C:
         from olmo_lns.integrations.megatron import plain_initialization as request_megatron
 
         request_megatron(megatron)
-    elif hasattr(config, "base_model_prefix"):
-        from olmo_lns.integrations.transformers.models import plain_initialization as draw
-
-        draw(config)
     else:
         raise LNSConfigError(
-            f"plain_initialization expects the config of an OLMo or a Megatron model before it is built, found a "
-            f"{type(config).__name__}. In OLMo-core, set init_method to normal or fan_in. In other "
-            "models, multiply the residual output projections by sqrt(2L) once."
+            f"plain_initialization found a {type(target).__name__}. It expects a built model, or the config of an OLMo "
+            "or a Megatron model before it is built. In OLMo-core, set init_method to normal or fan_in."
         )
-    return config
+    return target
+
+
+def _make_plain(model: Any, example: Any) -> None:
+    modules = [base.__module__ for base in type(model).__mro__]
+    if any(module.startswith("megatron.core.") for module in modules):
+        raise LNSConfigError(
+            f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
+            "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
+        )
+    if not any(True for _ in initialization.marked(model)):
+        any_model.require_unwrapped(model)
+        if "transformers.modeling_utils" in modules:
+            from olmo_lns.integrations.transformers.models import locate
+
+            stack = locate(model, example)
+        else:
+            stack = any_model.find_sites(model, example)
+        initialization.mark(stack.blocks, stack.projections, stack.norms)
+    line = initialization.make_plain(model)
+    if os.environ.get("RANK", "0") == "0":
+        write_line(line)

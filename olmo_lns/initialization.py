@@ -1,14 +1,373 @@
-"""Measure the initialization of a model's matrices."""
+"""Initialization: residual output projections found by what they do, measured, and made plain.
+
+A residual output projection is the last matrix of a branch. Scaled initialization draws these matrices smaller than all
+others: at std/sqrt(2L) in a model of L blocks, or at std/sqrt(2l) in block l. A scheme replaces this factor (arXiv
+2502.05795, footnote 1 and section 6).
+"""
 
 from __future__ import annotations
 
-from typing import Mapping
+import itertools
+import math
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from olmo_lns.errors import MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError
 
-__all__ = ["check_drawn", "drawn_std"]
+__all__ = [
+    "Initialization",
+    "Matrix",
+    "check_drawn",
+    "drawn_std",
+    "make_plain",
+    "mark",
+    "marked",
+    "measure",
+    "residual_projections",
+    "trained_norm",
+]
+
+#: A matrix of fewer elements is not measured: its standard deviation is too uncertain.
+_MEASURABLE = 1000
+#: Up to this number, parameters whose names differ in numbers only are also examined one by one.
+_FEW = 4
+#: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
+_RULES: dict[str, Callable[[int, int], float]] = {
+    "plain": lambda number, n_layers: 1.0,
+    "sqrt(2L)": lambda number, n_layers: math.sqrt(2.0 * n_layers),
+    "sqrt(2l)": lambda number, n_layers: math.sqrt(2.0 * number),
+}
+#: What the variance of all matrices is inversely proportional to: nothing, fan-in, or the sum of both fans.
+_SIZES: tuple[Callable[[int, int], float], ...] = (
+    lambda fan_in, fan_out: 1.0,
+    lambda fan_in, fan_out: fan_in,
+    lambda fan_in, fan_out: fan_in + fan_out,
+)
+
+
+def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], same: float) -> dict[str, int]:
+    """Find the residual output projections of a block, parameter by parameter.
+
+    A parameter is one if its slice for a channel of the stream changes block(x) - x in that channel only, and in
+    proportion. The names of modules and the order of a matrix's dimensions do not matter.
+
+    :param block: a block with random parameters; each is changed for a moment.
+    :param moved: runs the block on a fixed x with its sites held, and returns block(x) - x, shape (…, channels).
+    :param same: relative difference below which two results count as the same.
+    :returns: name of the parameter -> its dimension of the stream's channels.
+
+    Example: for GPT-2 ``{"attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}``.
+    """
+    rest = moved()
+    width = rest.shape[-1]
+    # Experts that the router did not select have no effect; they are examined together with the others.
+    groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in block.named_parameters():
+        if parameter.dim() > 1 and parameter.numel() >= 2 * width and width in parameter.shape:
+            groups[re.sub(r"\d+", "#", name), parameter.shape].append((name, parameter))
+
+    def is_projection(parameters: Sequence[nn.Parameter], axis: int) -> bool:
+        def effect(channel: int, factor: float) -> torch.Tensor:
+            with _multiplied(parameters, axis, channel, factor):
+                return moved() - rest
+
+        for channel in (0, width - 1):
+            once = effect(channel, 2.0)
+            size = float(once[..., channel].norm())
+            others = torch.cat([once[..., :channel], once[..., channel + 1 :]], dim=-1)
+            if size <= same or float(others.norm()) > 10 * same * size:
+                return False
+            if float((effect(channel, 3.0) - 2 * once).norm()) > 10 * same * size:  # a gate, which is not linear
+                return False
+        return True
+
+    projections = {}
+    for (_, shape), group in groups.items():
+        one_by_one = [[member] for member in group] if 1 < len(group) <= _FEW else []
+        axes = [axis for axis, size in enumerate(shape) if size == width]
+        for members, axis in itertools.product([group, *one_by_one], axes):
+            if members[0][0] not in projections and is_projection([parameter for _, parameter in members], axis):
+                projections.update({name: axis for name, _ in members})
+    return projections
+
+
+class _multiplied:
+    """Context in which a channel's slice of each parameter is multiplied; parameters may share memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: int, channel: int, factor: float) -> None:
+        self.parameters, self.change = parameters, (axis, channel, factor)
+
+    def __enter__(self) -> None:
+        axis, channel, factor = self.change
+        self.values = [parameter.data for parameter in self.parameters]
+        for parameter in self.parameters:
+            changed = parameter.data.clone()
+            changed.select(axis, channel).mul_(factor)
+            parameter.data = changed
+
+    def __exit__(self, *_: Any) -> None:
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            parameter.data = value
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a block, as recorded on the module that holds the parameter.
+
+    :param name: its name in the block. :param number: the block's, 1-based. :param n_layers: of the whole model.
+    :param fans: fan-in and fan-out. :param is_projection: true for a residual output projection.
+    """
+
+    name: str
+    number: int
+    n_layers: int
+    fans: tuple[int, int]
+    is_projection: bool
+
+    @property
+    def short(self) -> str:
+        """The name for a message: ``c_proj``."""
+        parts = [part for part in self.name.removesuffix(".weight").split(".") if not part.isdigit()]
+        return parts[-1] if parts else self.name
+
+
+def mark(
+    blocks: Sequence[nn.Module], projections: Sequence[Mapping[str, int]], norms: Mapping[str, Sequence[nn.Module]]
+) -> None:
+    """Record the matrices of all blocks on their modules, for weights that are drawn or sharded later.
+
+    :param projections: the result of :func:`residual_projections` for each block.
+    :param norms: name in the block -> that norm in all blocks.
+    """
+    for name, each in norms.items():
+        for norm in each:
+            vars(norm)["lns_norm"] = name
+    for number, (block, axes) in enumerate(zip(blocks, projections, strict=True), start=1):
+        dims = {}  # number of dimensions -> which of them has the output's channels, for all matrices of a block
+        parameters = {name: parameter for name, parameter in block.named_parameters() if _shape(parameter)[1:]}
+        for name, axis in axes.items():
+            dims[len(_shape(parameters[name]))] = axis
+        for name, parameter in parameters.items():
+            shape = _shape(parameter)
+            axis = axes.get(name, dims.get(len(shape), 0))
+            # The first of three dimensions or more, if it is not the output's, counts experts.
+            fan_in = math.prod(shape[1:]) if axis == 0 else shape[-2] if axis == len(shape) - 1 else shape[-1]
+            path, _, own_name = name.rpartition(".")
+            matrix = Matrix(name, number, len(blocks), (fan_in, shape[axis]), name in axes)
+            vars(block.get_submodule(path)).setdefault("lns_matrices", {})[own_name] = matrix
+
+
+def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
+    """Yield each matrix that :func:`mark` recorded, and its parameter as it is now: a whole, a shard, or on meta."""
+    for module in model.modules():
+        for name, matrix in vars(module).get("lns_matrices", {}).items():
+            if torch.is_tensor(parameter := getattr(module, name, None)):
+                yield matrix, parameter
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """How the matrices of a model are drawn.
+
+    :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``; ``""`` for another rule or none; None if nothing was measured.
+    :param stds: matrix -> its standard deviation.
+    """
+
+    rule: str | None
+    stds: Mapping[Matrix, float]
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if the projections have a known depth factor."""
+        return self.rule not in (None, "", "plain")
+
+    @property
+    def projections(self) -> dict[Matrix, float]:
+        return {matrix: std for matrix, std in self.stds.items() if matrix.is_projection}
+
+    @property
+    def values(self) -> str:
+        """The standard deviations: ``c_proj 0.005, others 0.02``."""
+        others = [std for matrix, std in self.stds.items() if not matrix.is_projection]
+        return f"{_spread(self.projections)}, others {statistics.median_low(others):.3g}"
+
+    def __str__(self) -> str:
+        """Return the part of the start-up line on the initialization; ``""`` if nothing was measured."""
+        if self.rule is None:
+            return ""
+        if self.rule == "plain":
+            return "scaled initialization off"
+        if not self.rule:
+            return f"initialization of the residual output projections follows no known rule ({self.values})"
+        return f"scaled initialization found ({self.values}): call olmo_lns.plain_initialization(model) before training"
+
+
+def measure(model: nn.Module, *, merge: bool = False) -> Initialization:
+    """Measure the recorded matrices and recognize the rule of their initialization.
+
+    :param merge: use what all processes have, so that all find the same rule. Every process must call it.
+    """
+    stds = {matrix: std for matrix, parameter in marked(model) if (std := _std(parameter)) is not None}
+    if merge and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, stds)
+        stds = {matrix: std for each in reversed(gathered) for matrix, std in each.items()}
+    return Initialization(_rule(stds), stds)
+
+
+def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
+    """Multiply the recorded residual output projections by the factor of the rule that is recognized.
+
+    Weights on the meta device and in other processes are left to those who have them.
+
+    :param found: the initialization, if it is measured. The default measures it, in all processes.
+    :returns: what changed, from what to what.
+    :raises LNSConfigError: trained weights, none to measure, or an unknown rule. Nothing is changed.
+    """
+    found = measure(model, merge=True) if found is None else found
+    norms: dict[str, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        if "lns_norm" in vars(module):
+            norms[vars(module)["lns_norm"]].append(module)
+    if name := trained_norm(norms):
+        raise LNSConfigError(
+            f"{type(model).__name__}: the weights of its norm {name} are not at their start, so the model was trained "
+            "before. plain_initialization expects freshly drawn weights. Build a new model."
+        )
+    if found.rule is None:
+        raise LNSConfigError(
+            f"{type(model).__name__}: found no weights to measure in its residual output projections. Expected "
+            f"matrices of at least {_MEASURABLE} elements, drawn and not on the meta device. Initialize the weights "
+            "first, then call plain_initialization(model) again."
+        )
+    if not found.rule:
+        raise LNSConfigError(
+            f"{type(model).__name__}: the residual output projections ({found.values}) follow no rule that is known. "
+            "Expected freshly drawn weights times 1/sqrt(2L) or 1/sqrt(2l), or without a depth factor. Draw these "
+            "weights as you want them; a scheme needs no other initialization."
+        )
+    if found.rule == "plain":
+        return "plain initialization: scaled initialization was off, nothing changed"
+    after = {}
+    for matrix, parameter in marked(model):
+        if matrix.is_projection:
+            _multiply(parameter, _RULES[found.rule](matrix.number, matrix.n_layers))
+    for matrix, std in found.projections.items():
+        after[matrix] = std * _RULES[found.rule](matrix.number, matrix.n_layers)
+    line = f"plain initialization: {_spread(found.projections)} -> {_spread(after)} (times {found.rule})"
+    others = {matrix: std for matrix, std in found.stds.items() if not matrix.is_projection}
+    kept = {matrix: std for matrix, std in others.items() if _has_factor(others, matrix, found.rule)}
+    if kept:
+        line += f"; unchanged, since they are no residual output projections: {_spread(kept)}"
+    return line
+
+
+def _rule(stds: Mapping[Matrix, float]) -> str | None:
+    """Return the rule that explains all projections; ``""`` if there is none, None if too little was measured."""
+    projections = {matrix: std for matrix, std in stds.items() if matrix.is_projection}
+    others = {matrix: std for matrix, std in stds.items() if not matrix.is_projection}
+    if not projections or not others:
+        return None
+    if not any(projections.values()):
+        return "plain"  # they start at zero
+    ratios = []
+    for size in _SIZES:
+        reference = statistics.median_low(std * math.sqrt(size(*matrix.fans)) for matrix, std in others.items())
+        ratios.append(
+            {matrix: std * math.sqrt(size(*matrix.fans)) / reference for matrix, std in projections.items()}
+            if reference
+            else {}
+        )
+    for rule, factor in _RULES.items():
+        for ratio in filter(None, ratios):
+            if all(_near(value * factor(matrix.number, matrix.n_layers)) for matrix, value in ratio.items()):
+                return rule
+    # Every depth factor halves some projection of a model with more than one block.
+    return "plain" if any(min(ratio.values()) > 0.75 for ratio in filter(None, ratios)) else ""
+
+
+def _near(ratio: float) -> bool:
+    return 0.9 < ratio < 1.1
+
+
+def _has_factor(others: Mapping[Matrix, float], matrix: Matrix, rule: str) -> bool:
+    usual = statistics.median_low(others.values())
+    return _near(others[matrix] * _RULES[rule](matrix.number, matrix.n_layers) / usual) and not _near(
+        others[matrix] / usual
+    )
+
+
+def _spread(stds: Mapping[Matrix, float]) -> str:
+    """Describe standard deviations by the matrices' short names: ``wo 0.0141 to 0.0058, w2 0.014``."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for matrix, std in sorted(stds.items(), key=lambda item: item[0].number):
+        values[matrix.short].append(std)
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, found in values.items():
+        first, last = found[0], found[-1]
+        text = (
+            f"{statistics.fmean(found):.3g}" if _near(last / first if first else 1.0) else f"{first:.3g} to {last:.3g}"
+        )
+        names[text].append(name)
+    return ", ".join(f"{' and '.join(each)} {text}" for text, each in names.items())
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that DeepSpeed has partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _std(parameter: torch.Tensor) -> float | None:
+    """Return the standard deviation of a whole parameter, of which this process may have a shard."""
+    if parameter.is_meta or not parameter.is_floating_point() or math.prod(_shape(parameter)) < _MEASURABLE:
+        return None
+    shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed ZeRO-3's, flat and filled up with zeros
+    norm = torch.linalg.vector_norm((parameter if shard is None else shard).detach(), dtype=torch.float32)
+    if shard is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=parameter.ds_process_group)  # type: ignore[attr-defined]
+        norm = squared.sqrt()
+    if hasattr(norm, "full_tensor"):  # of a DTensor
+        norm = norm.full_tensor()
+    return float(norm) / math.sqrt(math.prod(_shape(parameter)))
+
+
+def _multiply(parameter: torch.Tensor, factor: float) -> None:
+    with torch.no_grad():
+        for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
+            if tensor is not None and not tensor.is_meta and (tensor.numel() or hasattr(tensor, "placements")):
+                tensor.mul_(factor)
+
+
+def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
+    """Return the name of a norm whose gain or bias is not at its start, or ``""``.
+
+    A fresh norm has equal gains, in all blocks. Different gains were trained, or hold a factor, as after a fold.
+
+    :param norms: name in the block -> that norm in all blocks. Weights on the meta device tell nothing. If they are
+        sharded, every process must call this.
+    """
+    for name, each in norms.items():
+        starts: dict[str, set[float]] = defaultdict(set)
+        for norm in each:
+            for key, parameter in norm.named_parameters():
+                values = parameter.detach()
+                values = (values.full_tensor() if hasattr(values, "full_tensor") else values).flatten()
+                if values.is_meta or not values.numel():
+                    continue
+                if bool((values != values[0]).any()):
+                    return name
+                starts[key].add(float(values[0]))
+        if any(len(values) > 1 for values in starts.values()):
+            return name
+    return ""
 
 
 def drawn_std(weight: torch.Tensor) -> float | None:

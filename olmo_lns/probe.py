@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.initialization import residual_projections
 from olmo_lns.response import first_output
 from olmo_lns.shadow import RandomWeights, is_absent
 
@@ -74,11 +75,13 @@ class BlockSites:
 
     :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
     :param cancelled: norms whose factor a later norm cancels. :param random_copy: the copy that was run.
+    :param projections: the residual output projections, as from :func:`olmo_lns.initialization.residual_projections`.
     """
 
     names: tuple[str, ...]
     cancelled: tuple[str, ...]
     random_copy: nn.Module = field(repr=False, compare=False)
+    projections: Mapping[str, int] = field(default_factory=dict)
 
 
 class _NotPreLN(Exception):
@@ -133,7 +136,10 @@ def pre_ln_sites(
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
                 replay = _Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype)
-                return replay.sites(expected, cancelled)
+                found = replay.sites(expected, cancelled)
+                if like is not None:
+                    return replace(found, projections=like.projections)
+                return replace(found, projections=residual_projections(replay.block, replay.moved, replay.same))
         except _NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
@@ -257,6 +263,10 @@ class _Replay:
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
         """Return the change of the block's output for changed outputs of these modules, with the sites held."""
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _roll_channels))[0] - self.rest
+
+    def moved(self) -> torch.Tensor:
+        """Return block(x) - x with the sites held."""
+        return self.run(self.x, self.names)[0]
 
     def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> BlockSites:
         """Find the sites. :param known: expected names. :param cancelled: cancelled norms of a block built alike."""

@@ -113,7 +113,8 @@ def restore(model: Any) -> None:
                 else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
             )
             restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
-        vars(module).pop("lns_sites", None)
+        for record in ("lns_sites", "lns_matrices", "lns_norm"):
+            vars(module).pop(record, None)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequ
 import torch
 from torch import nn
 
-from olmo_lns import probe, shadow, sites, start_up
+from olmo_lns import initialization, probe, record, shadow, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.response import response
 from olmo_lns.scaled import Scaled, scale
@@ -34,6 +34,7 @@ class Stack:
     :param path: path of the list in the model, ``""`` for given blocks. :param width: the hidden size.
     :param names: names of the norms of each block: attention's and feed-forward's, or one that both read.
     :param cancelled: norms whose factor a later norm cancels.
+    :param projections: the residual output projections of each block; empty if they were not looked for.
     """
 
     path: str
@@ -41,6 +42,16 @@ class Stack:
     names: list[tuple[str, ...]]
     width: int
     cancelled: tuple[str, ...] = ()
+    projections: Sequence[Mapping[str, int]] = ()
+
+    @property
+    def norms(self) -> dict[str, list[nn.Module]]:
+        """Name in the block -> that norm in all blocks."""
+        norms: dict[str, list[nn.Module]] = {}
+        for block, names in zip(self.blocks, self.names, strict=True):
+            for name in names:
+                norms.setdefault(name, []).append(block.get_submodule(name))
+        return norms
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -249,13 +260,14 @@ def locate(
     with undisturbed(model):
         traced = find_blocks(model, run, blocks)
         sites_by_shape: dict[Any, probe.BlockSites] = {}
-        names, problems = [], []
+        names, problems, projections = [], [], []
         for number, (block, call) in enumerate(zip(traced.blocks, traced.calls, strict=True), start=1):
             shape, where = structure(block), f"block {number}"
             sites_by_shape[shape] = probe.pre_ln_sites(
                 block, call, where=where, like=sites_by_shape.get(shape), weights=weights
             )
             names.append(sites_by_shape[shape].names)
+            projections.append(sites_by_shape[shape].projections)
             counts = {name: traced.runs.get(block.get_submodule(name), 0) for name in names[-1]}
             problems += [f"{name} of {where} {count} times" for name, count in counts.items() if count != 1]
     if problems:
@@ -264,17 +276,25 @@ def locate(
             "them, or another part of the model shares the norm. Use a separate norm in each place."
         )
     cancelled = dict.fromkeys(name for shape in sites_by_shape.values() for name in shape.cancelled)
-    return Stack(traced.name, traced.blocks, names, traced.calls[0].stream.shape[-1], tuple(cancelled))
+    width = traced.calls[0].stream.shape[-1]
+    return Stack(traced.name, traced.blocks, names, width, tuple(cancelled), projections)
 
 
 def attach(
-    model: nn.Module, stack: Stack, scheme: Scheme, folded: Callable[[nn.Module], type | None] = lambda norm: None
+    model: nn.Module,
+    stack: Stack,
+    scheme: Scheme,
+    folded: Callable[[nn.Module], type | None] = lambda norm: None,
+    *,
+    trained: bool | None = None,
 ) -> list[str]:
     """Scale the found norms, or measure them again if they have the scheme.
 
     :param folded: norm -> the mixin for its arithmetic, None if that is unknown.
+    :param trained: as in :func:`olmo_lns.apply`.
     :returns: the measured parts.
     :raises LNSConfigError: a scheme that does more than multiply norms, or a model with another scheme.
+    :raises CheckpointMismatchError: the weights were trained without a factor.
     :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
     n_layers, current = len(stack.blocks), sites.read_back(model)
@@ -283,6 +303,10 @@ def attach(
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
     is_attached = not current.is_pre_ln
+    if not is_attached:
+        record.require_fresh(initialization.trained_norm(stack.norms), scheme, source=_source(model), trained=trained)
+    if stack.projections:
+        initialization.mark(stack.blocks, stack.projections, stack.norms)
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         for number, (block, names) in enumerate(zip(stack.blocks, stack.names, strict=True), start=1):
             for name in names:
@@ -305,6 +329,15 @@ def attach(
     return ["sites", "output", "gradient"]
 
 
+def _source(model: nn.Module) -> str:
+    return str(getattr(model, "name_or_path", "") or type(model).__name__)
+
+
+def describe_initialization(model: nn.Module, stack: Stack) -> str:
+    """Return the text of the start-up line on the initialization; ``""`` for trained weights or none."""
+    return "" if initialization.trained_norm(stack.norms) else str(initialization.measure(model))
+
+
 def _measure(norm: Any, width: int, where: str) -> None:
     """Measure a scaled norm. :raises MeasurementError: not its factor times the output of the stock norm."""
     stock = copy.deepcopy(norm)
@@ -314,10 +347,11 @@ def _measure(norm: Any, width: int, where: str) -> None:
 
 
 def report(model: nn.Module, stack: Stack, measured: Sequence[str], initialization: str = "") -> None:
-    """Write the start-up line in the first process."""
+    """Write the start-up line in the first process. :param initialization: its part on the initialization."""
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
+    measured = [*measured, "initialization"] if initialization else measured
     line = start_up.start_up_line(
         model, len(stack.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
     )

@@ -8,12 +8,11 @@ the model a stock one again.
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import PRE_LN, Scheme, as_scheme
+from olmo_lns.schemes import Scheme, as_scheme
 
 __all__ = ["apply", "fold", "register"]
 
@@ -41,17 +40,15 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
-    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme. Freshly drawn
-    output projections lose GPT-2's factor 1/sqrt(2·L).
+    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme. If the family
+    draws its residual output projections with a depth factor, as GPT-2 does with 1/sqrt(2L), fresh ones lose it.
 
     :param model: a model of any family whose blocks are Pre-LN or parallel, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks, example: as in :func:`olmo_lns.apply`.
+    :param blocks, example, trained: as in :func:`olmo_lns.apply`.
     :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
-    :param trained: True: the weights were trained under ``scheme``, and do not change. False: the weights are freshly
-        drawn. None: freshly drawn, unless the model was loaded with norms that differ from their start.
     :raises LNSConfigError: the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
-    :raises CheckpointMismatchError: the weights seem to be trained without a factor.
+    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
     :raises MeasurementError: a block cannot be run again. In every case the model is left unchanged.
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
@@ -60,7 +57,6 @@ def apply(
 
     from olmo_lns.integrations import any_model
     from olmo_lns.integrations.transformers import models
-    from olmo_lns.record import require_same
 
     register()
     settings.check()
@@ -71,12 +67,8 @@ def apply(
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
     any_model.require_unwrapped(model)
     is_attached = isinstance(model, models.SchemeModel)
-    if not is_attached and trained is None and _is_trained(model):
-        setting = "no apply; olmo_lns.integrations.transformers.apply(model, trained=True) continues the weights"
-        source = model.name_or_path or type(model).__name__
-        require_same(PRE_LN, scheme_value, source=source, setting=lambda scheme: setting)
     draw = None if is_attached or trained else initialization or "plain"
-    norms = models.measure(model, scheme_value, blocks, example, initialization=draw)
+    norms = models.measure(model, scheme_value, blocks, example, initialization=draw, trained=trained)
     if not is_attached:
         stock_config, config = model.config, copy.deepcopy(model.config)
         stock_class: Any = type(stock_config)
@@ -88,19 +80,6 @@ def apply(
                 module.config = config
         models.convert(model)
     return model
-
-
-def _is_trained(model: Any) -> bool:
-    """Return true for loaded weights that were trained, and for gains that hold a factor, as after a fold."""
-    gains = {name: p for name, p in model.named_parameters() if p.dim() == 1 and p.numel() > 1 and not p.is_meta}
-    varied = {name for name, gain in gains.items() if bool((gain != gain[0]).any())}
-    if model.name_or_path and varied:
-        return True
-    starts: dict[str, set[float]] = {}  # of the same norm in all blocks
-    for name in gains.keys() - varied:
-        if re.search(r"norm|\bln_", name):
-            starts.setdefault(re.sub(r"\d+", "", name), set()).add(float(gains[name][0]))
-    return any(len(values) > 1 for values in starts.values())
 
 
 def fold(model: Any, dtype: Any = None) -> Any:

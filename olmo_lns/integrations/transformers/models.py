@@ -8,19 +8,21 @@ and generation are transformers' own. ``config.json`` names the model type, the 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import inspect
 import math
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-from unittest import mock
+from typing import Any, Iterator
 
 import torch
 from torch import nn
 
-from olmo_lns import sites
+from olmo_lns import initialization as drawing
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Stack
@@ -67,7 +69,7 @@ class SchemeModel(SchemeClass):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
         if (names := getattr(config, "lns_norms", None)) is not None:
-            any_model.attach(self, by_names(self, names), scheme_of(config), folded)
+            any_model.attach(self, by_names(self, names), scheme_of(config), folded, trained=True)
         if not _loading.get():
             _finish(self, getattr(config, "lns_initialization", "plain"))
 
@@ -76,7 +78,8 @@ class SchemeModel(SchemeClass):
         projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
         is_plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
         if is_plain and not getattr(projection.weight, "_is_hf_initialized", False):
-            _multiply([projection.weight], math.sqrt(2.0 * self.config.num_hidden_layers))
+            with torch.no_grad():
+                projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,20 +179,52 @@ def _finish(model: Any, initialization: str | None) -> None:
         )
 
 
+def locate(model: Any, example: Any = None, blocks: Any = None) -> Stack:
+    """Find the blocks and their norms by a forward without a key-value cache, which a block's second run would extend.
+
+    :param example: as in :func:`olmo_lns.apply`; the default is a short text or an image.
+    """
+    example = usual_example(model) if example is None else example
+    with _without_cache(model):
+        return any_model.find_sites(model, example, blocks)
+
+
+@contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Pass ``use_cache=False`` to the forward of ``model``, if it takes that."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes = takes_any or any(parameter.name == "use_cache" for parameter in parameters)
+    if not takes or not hasattr(text_config(model.config), "use_cache"):
+        yield
+        return
+    with probe.hooks(
+        [
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
+            )
+        ]
+    ):
+        yield
+
+
 def measure(
-    model: Any, scheme: Scheme, blocks: Any = None, example: Any = None, *, initialization: str | None = None
+    model: Any,
+    scheme: Scheme,
+    blocks: Any = None,
+    example: Any = None,
+    *,
+    initialization: str | None = None,
+    trained: bool | None = True,
 ) -> dict[str, Any]:
     """Find the norms, scale or measure them, write the start-up line, and return the norms as in :func:`by_path`.
 
     :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
+    :param trained: as in :func:`olmo_lns.apply`.
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
-    example, text = usual_example(model) if example is None else example, text_config(model.config)
-    # A second run of a block would extend the key-value cache of the first.
-    without_cache = mock.patch.object(text, "use_cache", False) if hasattr(text, "use_cache") else nullcontext()
-    with without_cache:
-        stack = any_model.find_sites(model, example, blocks)
+    stack = locate(model, example, blocks)
     names = by_path(model, stack)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -197,17 +232,12 @@ def measure(
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
-        measured = any_model.attach(model, stack, scheme, folded)
-        parameters = [p for _, norm, _ in sites.sites(model) for p in norm.parameters() if not is_absent(p)]
-        gains = [parameter.detach().flatten() for parameter in parameters]
-        fresh = all(bool((gain == gain[:1]).all()) for gain in gains)  # weights that load_state_dict filled are not
-        initialization_text = settle_initialization(model, stack.blocks, plain=initialization == "plain" and fresh)
+        measured = any_model.attach(model, stack, scheme, folded, trained=trained)
+        text = settle_initialization(model, stack, initialization)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
-    any_model.report(
-        model, stack, [*measured, "initialization"] if initialization_text else measured, initialization_text
-    )
+    any_model.report(model, stack, measured, text)
     return names
 
 
@@ -266,54 +296,30 @@ def by_names(model: Any, norms: dict[str, Any]) -> Stack:
     return Stack(name, blocks, block_names, int(width))
 
 
-def settle_initialization(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
-    """Describe the initialization of the blocks' matrices; return ``""`` for loaded weights and for an unknown rule.
+def settle_initialization(model: Any, stack: Stack, initialization: str | None) -> str:
+    """Remove the depth factor with which the family draws its fresh weights; return the text of the start-up line.
 
-    :param plain: remove the depth factor from fresh weights that have it.
-    :raises MeasurementError: a family that is known to have it draws a matrix by another rule.
+    Weights that the family's own initialization does not scale are left as they are.
+
+    :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
     """
-    std = float(getattr(text_config(model.config), "initializer_range", None) or 0.0)
-    matrices: dict[str, list[nn.Parameter]] = {}
-    for block in blocks if std and len(blocks) > 1 else ():
-        for name, parameter in block.named_parameters():
-            if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
-                matrices.setdefault(name, []).append(parameter)
-    # Standard deviations in units of initializer_range, over all blocks.
-    relative_std = {
-        n: float(torch.stack([p.detach().float().std() for p in each]).mean()) / std for n, each in matrices.items()
-    }
-    depth = (2.0 * len(blocks)) ** -0.5
-
-    def near(value: float, expected: float) -> bool:
-        return 0.9 * expected < value < 1.1 * expected
-
-    is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
-    scaled = {name: value for name, value in relative_std.items() if not near(value, 1.0)}
-    if plain and len(scaled) < len(relative_std) and (is_known or all(near(value, depth) for value in scaled.values())):
-        for name, value in scaled.items():
-            if not near(value, depth):
-                raise MeasurementError(
-                    f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, "
-                    f"expected 1 or {depth:.3g} times. This version of transformers draws them by another "
-                    'rule: apply(model, initialization="upstream") keeps it.'
-                )
-        for name in scaled:
-            _multiply(matrices[name], 1.0 / depth)
-            relative_std[name] = 1.0
-    if relative_std and all(near(value, 1.0) for value in relative_std.values()):
-        return "scaled initialization off"
-    return "scaled initialization on" if any(near(value, depth) for value in relative_std.values()) else ""
+    if drawing.trained_norm(stack.norms):  # such as weights that load_state_dict filled
+        return ""
+    found = drawing.measure(model)
+    if not found.is_scaled:
+        return str(found)
+    if "upstream" in (initialization, getattr(model.config, "lns_initialization", "")):
+        return f"scaled initialization on ({found.values})"
+    if initialization == "plain" and found.rule == _rule_of_family(model, stack):
+        drawing.make_plain(model, found)
+        found = drawing.measure(model)
+    return str(found)
 
 
-def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(factor)
-
-
-def plain_initialization(model: Any) -> None:
-    """Remove the depth factor from a fresh stock model. :raises LNSConfigError: its initialization is not known."""
-    with any_model.undisturbed(model):
-        blocks = any_model.find_blocks(model, any_model.forward(model, usual_example(model))).blocks
-    if settle_initialization(model, blocks, plain=True) != "scaled initialization off":
-        raise LNSConfigError(f"{type(model).__name__}: found weights that are not freshly drawn, or by another rule.")
+def _rule_of_family(model: Any, stack: Stack) -> str | None:
+    """Return the rule by which the family draws its residual output projections, measured on copies of two blocks."""
+    draw = getattr(type(model), "lns_made_of", None) or type(model)
+    copies = nn.ModuleList(copy.deepcopy(block) for block in dict.fromkeys((stack.blocks[0], stack.blocks[-1])))
+    with any_model.undisturbed(model):  # the launch keeps its random state
+        copies.apply(lambda module: draw._init_weights(model, module))
+    return drawing.measure(copies).rule
