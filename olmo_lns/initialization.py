@@ -70,7 +70,8 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     # Experts that the router did not select have no effect; they are examined together with the others.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in block.named_parameters():
-        if parameter.dim() > 1 and parameter.numel() >= 2 * width and width in parameter.shape:
+        # Fewer rows may be the scales of a branch.
+        if parameter.dim() > 1 and parameter.numel() >= 8 * width and width in parameter.shape:
             groups[re.sub(r"\d+", "#", name), parameter.shape].append((name, parameter))
 
     def is_projection(parameters: Sequence[nn.Parameter], axis: int) -> bool:
@@ -196,7 +197,7 @@ class Initialization:
     def values(self) -> str:
         """The standard deviations: ``c_proj 0.005, others 0.02``."""
         others = [std for matrix, std in self.stds.items() if not matrix.is_projection]
-        return f"{_spread(self.projections)}, others {statistics.median_low(others):.3g}"
+        return f"{_spread(self.projections)}, others {statistics.median_low(others):.2g}"
 
     def __str__(self) -> str:
         """Return the part of the start-up line on the initialization; ``""`` if nothing was measured."""
@@ -305,18 +306,27 @@ def _has_factor(others: Mapping[Matrix, float], matrix: Matrix, rule: str) -> bo
 
 
 def _spread(stds: Mapping[Matrix, float]) -> str:
-    """Describe standard deviations by the matrices' short names: ``wo 0.0141 to 0.0058, w2 0.014``."""
+    """Describe standard deviations by the matrices' short names: ``wo 0.014 to 0.0058, w2 0.014``."""
     values: dict[str, list[float]] = defaultdict(list)
     for matrix, std in sorted(stds.items(), key=lambda item: item[0].number):
         values[matrix.short].append(std)
-    names: dict[str, list[str]] = defaultdict(list)
+    groups: list[tuple[list[str], list[float]]] = []
     for name, found in values.items():
-        first, last = found[0], found[-1]
-        text = (
-            f"{statistics.fmean(found):.3g}" if _near(last / first if first else 1.0) else f"{first:.3g} to {last:.3g}"
-        )
-        names[text].append(name)
-    return ", ".join(f"{' and '.join(each)} {text}" for text, each in names.items())
+        alike = next((group for group in groups if _is_constant([*group[1], *found])), None)
+        if alike is None:
+            groups.append(([name], found))
+        else:
+            alike[0].append(name)
+            alike[1].extend(found)
+    return ", ".join(
+        f"{' and '.join(names)} " + (f"{statistics.fmean(v):.2g}" if _is_constant(v) else f"{v[0]:.2g} to {v[-1]:.2g}")
+        for names, v in groups
+    )
+
+
+def _is_constant(stds: Sequence[float]) -> bool:
+    """Return true for one draw: a depth factor changes by 1.41 at least, sampling by 1.15."""
+    return max(stds) <= 1.25 * min(stds)
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

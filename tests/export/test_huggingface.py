@@ -27,14 +27,14 @@ def test_a_folder_of_ours_becomes_a_stock_model(kind, dtype, tmp_path, capsys):
     """Olmo's norms have no gain: the factor goes into the layers that read them. DINOv2 takes images."""
     plain = stock(kind)
     expected = output(hooked(kind, plain, exponent=0.25), kind)
-    apply(plain, "lns:exponent=0.25", initialization="upstream").save_pretrained(tmp_path / "lns")
+    apply(plain, "lns:exponent=0.25", initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
     assert export(tmp_path / "lns", tmp_path / "out", "--dtype", dtype) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == kind and not any("lns" in str(item) for item in config.items())
     model = getattr(transformers, type(stock(kind)).__name__).from_pretrained(tmp_path / "out").eval()
     assert relative(output(model, kind), expected) <= (1e-5 if dtype == "fp32" else 0.05)
     assert verify(tmp_path / "lns", tmp_path / "out") == 0
-    apply(stock(kind), "lns:exponent=0.3", initialization="upstream").save_pretrained(tmp_path / "other")
+    apply(stock(kind), "lns:exponent=0.3", initialization="upstream", trained=True).save_pretrained(tmp_path / "other")
     capsys.readouterr()
     assert verify(tmp_path / "other", tmp_path / "out") == 1
     assert "FAIL" in capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_a_stock_llama_that_was_trained_with_lns_elsewhere(tmp_path, capsys):
 def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
-    apply(stock("gpt2"), initialization="upstream").save_pretrained(tmp_path / "lns")
+    apply(stock("gpt2"), initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
     path, lost = tmp_path / "lns" / "model.safetensors", "transformer.h.0.ln_1.bias"
     weights = load_file(path)
     kept = weights.pop(lost)

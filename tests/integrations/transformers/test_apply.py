@@ -1,6 +1,7 @@
 """``apply`` and ``fold`` on models in hand, against stock models whose norms are multiplied by hooks."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_outputs_and_gradients_equal_those_of_hooks_and_a_folded_model_is_stock(
     model = stock(kind).double()
     reference = hooked(kind, model, exponent=0.25)
     keys, kinds = list(model.state_dict()), list(map(type, model.modules()))
-    assert apply(model, "lns:exponent=0.25") is model and list(model.state_dict()) == keys
+    assert apply(model, "lns:exponent=0.25", trained=True) is model and list(model.state_dict()) == keys
     same(kind, model, reference)
     assert str(sites.read_back(model)) == "lns:exponent=0.25"
     with torch.no_grad():
@@ -35,7 +36,7 @@ def test_outputs_and_gradients_equal_those_of_hooks_and_a_folded_model_is_stock(
 def test_an_example_may_leave_the_cache_on(attention):
     model = stock("llama", attn_implementation=attention)
     assert model.config.use_cache
-    apply(model, example=torch.randint(8, (2, 6)))
+    apply(model, example=torch.randint(8, (2, 6)), trained=True)
     assert model.config.use_cache and str(sites.read_back(model)) == "lns"
 
 
@@ -57,25 +58,21 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(kind, options
 
 def test_gains_that_hold_the_factor_are_refused():
     folded = fold(apply(transformers.LlamaForCausalLM(stock("llama").config)))
-    with pytest.raises(CheckpointMismatchError, match="LlamaForCausalLM: its config says preln, but this run has lns"):
+    with pytest.raises(CheckpointMismatchError, match="LlamaForCausalLM: the weights of its norm input_layernorm are"):
         apply(folded)
 
 
-def test_weights_that_were_loaded_and_trained_are_refused_unless_it_is_said(tmp_path, monkeypatch):
+def test_weights_that_were_loaded_and_trained_are_refused_unless_it_is_said(tmp_path):
     stock("llama").save_pretrained(tmp_path)
-    fresh = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    apply(fresh)
-    for options in ({"trained": True}, {}):
-        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
-        with pytest.raises(CheckpointMismatchError, match="trained=True"):
-            apply(loaded)
-        if not options:
-            monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
-        same("llama", apply(loaded, **options), hooked("llama", stock("llama")))
+    apply(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path)))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.raises(CheckpointMismatchError, match=f"^{tmp_path}: .* trained=True"):
+        apply(loaded)
+    same("llama", apply(loaded, trained=True), hooked("llama", stock("llama")))
 
 
 def test_a_replaced_forward_is_found_and_not_saved(tmp_path):
-    model = apply(stock("llama"))
+    model = apply(stock("llama"), trained=True)
     assert not [module for module in model.modules() if isinstance(module, ScaledOutput)]
     blocks("llama", model)[1].input_layernorm.forward = lambda x: x
     with pytest.raises(MeasurementError, match="norm_scale=1.0"):
@@ -119,10 +116,38 @@ def test_the_depth_factor_of_another_family_is_taken_off_by_its_measure(capfd):
     assert "scaled initialization off" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["self_attn.k_proj"], "scaled initialization off"),
+        (
+            ["self_attn.o_proj", "mlp.down_proj"],
+            r"scaled initialization found \(o_proj and down_proj 0.005, others 0.02",
+        ),
+    ],
+)
+def test_what_the_owner_of_a_fresh_llama_drew_at_a_quarter_is_left_alone(names, text, capfd):
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for name in names:
+                block.get_submodule(name).weight.mul_(0.25)
+    before = copy.deepcopy(model.state_dict())
+    apply(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert re.search(text, line := capfd.readouterr().err), line
+
+
 def test_weights_that_a_state_dict_brought_are_not_drawn_anew():
     trained, model = stock("gpt2", large=False), stock("gpt2", large=False)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
     model.load_state_dict(trained.state_dict())
-    assert torch.equal(apply(model).transformer.h[1].mlp.c_proj.weight, trained.transformer.h[1].mlp.c_proj.weight)
+    assert torch.equal(
+        apply(model, trained=True).transformer.h[1].mlp.c_proj.weight, trained.transformer.h[1].mlp.c_proj.weight
+    )

@@ -36,7 +36,7 @@ print("CLASS", type(transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])).
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "vit"])
 def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_path, capfd):
-    model = apply(stock(kind), "lns:exponent=0.25")
+    model = apply(stock(kind), "lns:exponent=0.25", trained=True)
     model.save_pretrained(tmp_path)
     written = read_config(tmp_path)
     assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25" and written["lns_norms"]
@@ -50,7 +50,7 @@ def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_p
 
 
 def test_another_process_needs_the_package(tmp_path):
-    model = apply(stock("llama"))
+    model = apply(stock("llama"), trained=True)
     model.save_pretrained(folder := tmp_path / "lns")
     for content, name in ((inputs("llama"), "inputs"), (inputs("llama"), "model.pt.in"), (model, "model.pt")):
         torch.save(content, tmp_path / name)
@@ -67,7 +67,7 @@ def test_another_process_needs_the_package(tmp_path):
 
 
 def test_other_heads_and_the_base_model_load_under_the_scheme(tmp_path):
-    model = apply(stock("llama"))
+    model = apply(stock("llama"), trained=True)
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
@@ -108,7 +108,7 @@ def test_on_the_meta_device_the_config_names_the_norms_or_a_shadow_finds_them(na
 
 
 def test_norms_that_are_not_where_the_config_says_are_an_error(tmp_path):
-    apply(stock("llama")).save_pretrained(tmp_path)
+    apply(stock("llama"), trained=True).save_pretrained(tmp_path)
     values = read_config(tmp_path)
     values["lns_norms"] = {"layers": ["post_attention_layernorm", "input_layernorm"]}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -117,9 +117,9 @@ def test_norms_that_are_not_where_the_config_says_are_an_error(tmp_path):
 
 
 def test_weights_of_another_scheme_are_not_loaded_by_a_class_of_ours(tmp_path, monkeypatch):
-    model = apply(stock("llama"))
+    model = apply(stock("llama"), trained=True)
     stock("llama").save_pretrained(tmp_path / "stock")
-    apply(stock("llama"), "lns:exponent=0.25").save_pretrained(tmp_path / "other")
+    apply(stock("llama"), "lns:exponent=0.25", trained=True).save_pretrained(tmp_path / "other")
     for folder in ("stock", "other"):
         with pytest.raises(CheckpointMismatchError, match="its config says"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, config=model.config)
@@ -131,8 +131,8 @@ def test_weights_of_another_scheme_are_not_loaded_by_a_class_of_ours(tmp_path, m
 
 
 def test_a_trainer_resumes_only_under_the_scheme_of_its_checkpoint(tmp_path):
-    made = {"lns": lambda: apply(stock("llama")), "stock": lambda: stock("llama")}
-    made["other"] = lambda: apply(stock("llama"), "lns:exponent=0.25")
+    made = {"lns": lambda: apply(stock("llama"), trained=True), "stock": lambda: stock("llama")}
+    made["other"] = lambda: apply(stock("llama"), "lns:exponent=0.25", trained=True)
     for was, now in (("lns", "stock"), ("stock", "lns"), ("other", "lns")):
         trainer(made[was](), folder := tmp_path / was, max_steps=3).train()
         for checkpoint in (True, str(folder / "checkpoint-3")):
@@ -149,10 +149,10 @@ def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
         found.save_model = lambda folder, **_: os.makedirs(folder, exist_ok=True)
         return found
 
-    sharded(apply(stock("llama")), 3).train()
+    sharded(apply(stock("llama"), trained=True), 3).train()
     assert read_config(tmp_path / "checkpoint-3")["lns"] == "lns"
     with pytest.raises(CheckpointMismatchError, match="but this run has"):
         sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "config.json").unlink()
     with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
-        sharded(apply(stock("llama")), 6).train(resume_from_checkpoint=True)
+        sharded(apply(stock("llama"), trained=True), 6).train(resume_from_checkpoint=True)

@@ -39,7 +39,7 @@ def test_a_trainer_trains_as_with_hooks_even_when_resumed(tmp_path):
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
-    model = apply(stock("llama")).train()
+    model = apply(stock("llama"), trained=True).train()
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     same("llama", model, plain, tolerance=1e-6)
@@ -47,7 +47,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 @pytest.mark.slow
 def test_a_compiled_model_equals_the_eager_one():
-    model = apply(stock("llama"))
+    model = apply(stock("llama"), trained=True)
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager")
@@ -56,7 +56,7 @@ def test_a_compiled_model_equals_the_eager_one():
 
 def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
-    model, reference = apply(stock("llama")), hooked("llama", stock("llama"))
+    model, reference = apply(stock("llama"), trained=True), hooked("llama", stock("llama"))
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
     names = [name for name, parameter in tuned.named_parameters() if parameter.requires_grad]
     assert len(names) == 3 * 2 * 2 and all(".q_proj." in name or ".v_proj." in name for name in names)
@@ -75,7 +75,7 @@ def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path
 @pytest.mark.parametrize(("kind", "kept"), [("llama", True), ("olmo", False)])
 def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, kept, tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
-    model = apply(stock(kind))
+    model = apply(stock(kind), trained=True)
     base = fold(copy.deepcopy(model))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(model, config).eval()
