@@ -339,7 +339,8 @@ def _std(parameter: torch.Tensor) -> float | None:
     if parameter.is_meta or not parameter.is_floating_point() or math.prod(_shape(parameter)) < _MEASURABLE:
         return None
     shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed ZeRO-3's, flat and filled up with zeros
-    norm = torch.linalg.vector_norm((parameter if shard is None else shard).detach(), dtype=torch.float32)
+    values = (parameter if shard is None else shard).detach()
+    norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     if shard is not None:
         squared = norm.square()
         dist.all_reduce(squared, group=parameter.ds_process_group)  # type: ignore[attr-defined]
