@@ -74,7 +74,7 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any, trained: bool 
             raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
         from olmo_lns.integrations import megatron
 
-        megatron.apply(model, exponent=scheme.parameters["exponent"])
+        megatron.apply(model, exponent=scheme.parameters["exponent"], trained=trained)
     elif "transformers.modeling_utils" in modules:
         from olmo_lns.integrations import transformers
 

@@ -369,6 +369,8 @@ def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
         starts: dict[str, set[float]] = defaultdict(set)
         for norm in each:
             for key, parameter in norm.named_parameters():
+                if len(_shape(parameter)) > 1:  # of a linear layer with its norm in it
+                    continue
                 values = parameter.detach()
                 values = (values.full_tensor() if hasattr(values, "full_tensor") else values).flatten()
                 if values.is_meta or not values.numel():

@@ -36,7 +36,13 @@ def wrap(module: Any) -> None:
             hook.wrap(path, getattr(wrappers, name), needed=needed)
 
 
-def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: bool = False) -> int:
+def apply(
+    target: Any,
+    *,
+    exponent: float = DEFAULT_EXPONENT,
+    keep_scaled_init: bool = False,
+    trained: bool | None = None,
+) -> int:
     """Switch LayerNorm Scaling on for a config, or for a built model.
 
     Prefer the config, before the model is built: ``GPTModel`` and the other language models then scale and measure
@@ -47,8 +53,10 @@ def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: 
         Megatron Bridge; or a built model, a part of one, or a list of its pipeline chunks, before DDP or FSDP wrap it.
     :param exponent: exponent of ``l ** -exponent``, dimensionless, 0.5 in the paper (arXiv 2502.05795, section 4).
     :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections; for configs only.
+    :param trained: as in :func:`olmo_lns.apply`; for built models only.
     :returns: the number of scaled norms: 0 for a config, 2 per block otherwise.
     :raises LNSConfigError: another scheme is on, or the config or a layer is not supported.
+    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
     :raises MeasurementError: a scaled norm does not give the factor times its output before.
     :raises UpstreamChangedError: this Megatron lacks a function that is needed.
 
@@ -57,7 +65,7 @@ def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: 
     register()
     from olmo_lns.integrations.megatron.wrappers import apply_to
 
-    return apply_to(target, Settings(True, exponent, keep_scaled_init).check())
+    return apply_to(target, Settings(True, exponent, keep_scaled_init).check(), trained)
 
 
 def plain_initialization(config: Any) -> None:

@@ -21,13 +21,14 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import sites, start_up
+from olmo_lns import record, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.initialization import check_drawn
+from olmo_lns.initialization import check_drawn, trained_norm
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
 from olmo_lns.integrations.megatron.flags import Settings
 from olmo_lns.integrations.megatron.seams import MODELS
+from olmo_lns.schemes import SUB_LAYERS
 from olmo_lns.settings import check as check_environment
 
 #: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.
@@ -93,12 +94,14 @@ def models_in(module: nn.Module) -> list[Any]:
     return models or [module]
 
 
-def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
+def attach(model: Any, settings: Settings, *, drawn: bool, trained: bool | None = None) -> int:
     """Scale and measure the norms of every block of ``model``, and print the start-up line.
 
     :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``settings``.
+    :param trained: as in :func:`olmo_lns.apply`, for weights that were not.
     :returns: the number of scaled norms.
     :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is left unchanged.
+    :raises CheckpointMismatchError: the weights were trained without a factor.
     :raises MeasurementError: a wrong norm or initialization; the model is left unchanged.
     """
     layers = layers_of(model)
@@ -108,6 +111,10 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     check_config(config)
     located = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
     blocks = _check_numbers(model, config, located)
+    if not drawn:
+        by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
+        kind = type(model).__name__
+        record.require_fresh(trained_norm(by_sub_layer), settings.scheme, source=kind, trained=trained)
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
             site = sites.Site(settings.scheme, number, blocks, sub_layer)

@@ -253,10 +253,10 @@ def require(prefix: str) -> None:
     hook.require("megatron")
 
 
-def apply_to(target: Any, settings: Settings) -> int:
+def apply_to(target: Any, settings: Settings, trained: bool | None = None) -> int:
     """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
     if isinstance(target, (list, tuple)):
-        return sum(apply_to(each, settings) for each in target)
+        return sum(apply_to(each, settings, trained) for each in target)
     require("megatron.core.")
     if not isinstance(target, nn.Module):
         mark(target, settings)
@@ -268,7 +268,10 @@ def apply_to(target: Any, settings: Settings) -> int:
             raise LNSConfigError(
                 f"{type(model).__name__} has {current} already, not {settings.scheme}: build a new model."
             )
-        count += layers.attach(model, settings, drawn=False) if current.is_pre_ln else len(list(sites.sites(model)))
+        if current.is_pre_ln:
+            count += layers.attach(model, settings, drawn=False, trained=trained)
+        else:
+            count += len(list(sites.sites(model)))
         if hasattr(model, "config"):
             settings.store(model.config)
     return count

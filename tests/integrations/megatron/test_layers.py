@@ -12,7 +12,7 @@ from support.hooked import hooked
 
 import olmo_lns
 from olmo_lns import sites
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.megatron import apply, plain_initialization
 
 
@@ -78,6 +78,16 @@ def test_every_layer_has_two_sites_with_its_global_number_and_the_keys_of_stock(
     assert tiny.scaled_norms(stock) == [] and type(stock.decoder.layers[0].input_layernorm) is torch.nn.RMSNorm
     std = 0.02 / (2 * tiny.LAYERS) ** 0.5
     assert stock.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
+
+
+def test_a_built_model_that_was_trained_is_refused_unless_it_is_said():
+    model = tiny.build(tiny.config())
+    with torch.no_grad():
+        model.decoder.layers[1].pre_mlp_layernorm.weight[3] += 0.1
+    with pytest.raises(CheckpointMismatchError, match="weights of its norm ff are not at their start"):
+        apply([model])
+    assert tiny.scaled_norms(model) == []
+    assert apply([model], trained=True) == 2 * tiny.LAYERS
 
 
 def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
