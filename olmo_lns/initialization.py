@@ -7,11 +7,11 @@ others: at std/sqrt(2L) in a model of L blocks, or at std/sqrt(2l) in block l. A
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
@@ -36,7 +36,7 @@ __all__ = [
 
 #: A matrix of fewer elements is not measured: its standard deviation is too uncertain.
 _MEASURABLE = 1000
-#: Up to this number, parameters whose names differ in numbers only are also examined one by one.
+#: Of more parameters whose names differ in numbers only, one that has an effect is examined.
 _FEW = 4
 #: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
 _RULES: dict[str, Callable[[int, int], float]] = {
@@ -67,23 +67,27 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     """
     rest = moved()
     width = rest.shape[-1]
-    # Experts that the router did not select have no effect; they are examined together with the others.
+    # The router may leave experts without an effect; one that it selects stands for them.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in block.named_parameters():
         # Fewer rows may be the scales of a branch.
         if parameter.dim() > 1 and parameter.numel() >= 8 * width and width in parameter.shape:
             groups[re.sub(r"\d+", "#", name), parameter.shape].append((name, parameter))
 
-    def is_projection(parameters: Sequence[nn.Parameter], axis: int) -> bool:
+    def projects(parameter: nn.Parameter, axis: int) -> bool | None:
+        """Return None if nothing reads the parameter."""
+
         def effect(channel: int, factor: float) -> torch.Tensor:
-            with _multiplied(parameters, axis, channel, factor):
+            with _multiplied(parameter, axis, channel, factor):
                 return moved() - rest
 
         for channel in (0, width - 1):
             once = effect(channel, 2.0)
             size = float(once[..., channel].norm())
             others = torch.cat([once[..., :channel], once[..., channel + 1 :]], dim=-1)
-            if size <= same or float(others.norm()) > 10 * same * size:
+            if float(once.norm()) <= same:
+                return None
+            if float(others.norm()) > 10 * same * size:
                 return False
             if float((effect(channel, 3.0) - 2 * once).norm()) > 10 * same * size:  # a gate, which is not linear
                 return False
@@ -91,31 +95,31 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
 
     projections = {}
     for (_, shape), group in groups.items():
-        one_by_one = [[member] for member in group] if 1 < len(group) <= _FEW else []
-        axes = [axis for axis, size in enumerate(shape) if size == width]
-        for members, axis in itertools.product([group, *one_by_one], axes):
-            if members[0][0] not in projections and is_projection([parameter for _, parameter in members], axis):
-                projections.update({name: axis for name, _ in members})
+        axis_of: dict[str, int | None] = {}
+        for name, parameter in group:
+            results = {axis: projects(parameter, axis) for axis, size in enumerate(shape) if size == width}
+            if not all(result is None for result in results.values()):
+                axis_of[name] = next((axis for axis, result in results.items() if result), None)
+                if len(group) > _FEW:
+                    break
+        found = set(axis_of.values())
+        for name, _ in group:
+            axis = axis_of.get(name, next(iter(found)) if len(found) == 1 else None)
+            if axis is not None:
+                projections[name] = axis
     return projections
 
 
-class _multiplied:
-    """Context in which a channel's slice of each parameter is multiplied; parameters may share memory."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: int, channel: int, factor: float) -> None:
-        self.parameters, self.change = parameters, (axis, channel, factor)
-
-    def __enter__(self) -> None:
-        axis, channel, factor = self.change
-        self.values = [parameter.data for parameter in self.parameters]
-        for parameter in self.parameters:
-            changed = parameter.data.clone()
-            changed.select(axis, channel).mul_(factor)
-            parameter.data = changed
-
-    def __exit__(self, *_: Any) -> None:
-        for parameter, value in zip(self.parameters, self.values, strict=True):
-            parameter.data = value
+@contextmanager
+def _multiplied(parameter: nn.Parameter, axis: int, channel: int, factor: float) -> Iterator[None]:
+    """Multiply a channel's slice of a parameter, which may share its memory with others, while the context runs."""
+    value = parameter.data
+    parameter.data = value.clone()
+    parameter.data.select(axis, channel).mul_(factor)
+    try:
+        yield
+    finally:
+        parameter.data = value
 
 
 @dataclass(frozen=True)
