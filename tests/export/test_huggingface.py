@@ -101,7 +101,7 @@ def test_a_name_that_is_no_path_is_looked_up_on_the_hub(tmp_path, monkeypatch, c
     snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
     plain = stock("llama")
     expected = output(hooked("llama", plain), "llama")
-    apply(plain, initialization="upstream").save_pretrained(tmp_path / "blobs")
+    apply(plain, initialization="upstream", trained=True).save_pretrained(tmp_path / "blobs")
     snapshot.mkdir(parents=True)
     for path in (tmp_path / "blobs").iterdir():
         (snapshot / path.name).symlink_to(path)

@@ -20,7 +20,7 @@ def save(folder, **changes):
     """Save a Llama under LNS; returns the reference with hooks."""
     model = stock("llama", **changes)
     reference = hooked("llama", model)
-    apply(model, initialization="upstream").save_pretrained(folder)
+    apply(model, initialization="upstream", trained=True).save_pretrained(folder)
     return reference
 
 
@@ -55,7 +55,7 @@ def output(model):
 def test_fp32_weights_beside_a_config_that_says_bfloat16(asked, tmp_path):
     """accelerate's save_model writes the weights of an autocast run in fp32; config.json keeps the loaded dtype."""
     accelerate = pytest.importorskip("accelerate")
-    model = apply(stock("llama"), initialization="upstream")
+    model = apply(stock("llama"), initialization="upstream", trained=True)
     expected = output(model)
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path / "lns")
     model.config.save_pretrained(tmp_path / "lns")

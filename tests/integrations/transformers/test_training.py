@@ -24,7 +24,7 @@ def test_a_trainer_trains_as_with_hooks_even_when_resumed(tmp_path):
     model = stock("llama")
     reference, done = (
         trainer(hooked("llama", model), tmp_path / "hooks"),
-        trainer(apply(copy.deepcopy(model)), tmp_path),
+        trainer(apply(copy.deepcopy(model), trained=True), tmp_path),
     )
     for each in (reference, done):
         each.train()
