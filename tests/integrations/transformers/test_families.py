@@ -49,7 +49,7 @@ def test_a_family_equals_hooks_before_and_after_saving_and_folding(kind, tmp_pat
     reference = copy.deepcopy(model)
     expected = forward(hooked(reference, reference.get_submodule(row["blocks"]), row["sites"], exponent=0.25), ids)
     assert relative(stock, expected) > 1e-3
-    apply(model, "lns:exponent=0.25", initialization="upstream")
+    apply(model, "lns:exponent=0.25", initialization="upstream", trained=True)
     assert relative(forward(model, ids), expected) <= 1e-5
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"lns_{reference.config.model_type}"
