@@ -16,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from olmo_lns.errors import UpstreamChangedError, one_line
 from olmo_lns.settings import DISABLE, is_set, warn
@@ -223,18 +224,27 @@ def is_wrapped(function: Any) -> bool:
     return hasattr(getattr(function, "__func__", function), MARKER)
 
 
-def require(framework: str) -> None:
+def require(framework: str, modules: Iterable[str] = ()) -> None:
     """Check that all functions of ``framework`` that a scheme needs are wrapped; called when a scheme is selected.
 
     :param framework: top-level name of the framework.
-    :raises UpstreamChangedError: the names of the missing functions.
+    :param modules: modules with needed functions, which may not have been imported yet.
+    :raises UpstreamChangedError: the names of the missing functions and modules.
     """
-    if missing := _missing.get(framework):
+    missing = [*_missing.get(framework, ()), *(f"module {name}" for name in modules if not _exists(name))]
+    if missing:
         raise UpstreamChangedError(
             f"a scheme was selected, but this {framework} has no {', '.join(dict.fromkeys(missing))}. This version "
             f"may have moved it: install another version of {framework} or a newer olmo-lns, or set {DISABLE}=1 to "
             "run without a scheme."
         )
+
+
+def _exists(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
 
 
 def autoload_active() -> bool:

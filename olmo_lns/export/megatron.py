@@ -31,7 +31,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.open import Opened, readable
 from olmo_lns.folding import check_finite, multiplied
-from olmo_lns.integrations.megatron.flags import Settings
+from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
@@ -87,7 +87,7 @@ class Saved:
 
     def scheme(self, requested: Scheme | None) -> Scheme:
         """Return the scheme in the saved arguments, or ``requested`` if they name none."""
-        saved = Settings.of_saved(self.args).scheme
+        saved = Selection.of_saved(self.args).scheme
         if requested is None:
             return saved
         if requested.name not in (LNS.name, PRE_LN.name):
@@ -224,7 +224,7 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
         state[name] = multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
     check_finite(state.items())
     common = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
-    args = {name: value for name, value in vars(saved.args).items() if name not in vars(Settings())}
+    args = {name: value for name, value in vars(saved.args).items() if name not in vars(Selection())}
     common["args"] = argparse.Namespace(**args)
     state |= _objects(saved.folder, saved.objects)
     target.mkdir(parents=True)

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from olmo_lns import hook
-from olmo_lns.integrations.megatron.flags import Settings
-from olmo_lns.integrations.megatron.seams import WRAPPED
+from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.schemes import DEFAULT_EXPONENT
 
 __all__ = ["apply", "plain_initialization", "register"]
@@ -23,17 +24,65 @@ def register() -> None:
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
-    for path in WRAPPED:
-        hook.on_import(path.partition(":")[0], wrap)
+    for name in LANGUAGE_MODELS:
+        hook.on_import(name, _wrap_language_model)
+    hook.on_import("megatron.training.argument_utils", _wrap_config)
+    hook.on_import("megatron.training.arguments", _wrap_arguments)
+    hook.on_import("megatron.training.training", _wrap_training)
+    hook.on_import("megatron.training.checkpointing", _wrap_checkpointing)
+    hook.on_import("megatron.core.dist_checkpointing", _wrap_sharded_load)
+    hook.on_import("megatron.post_training.checkpointing", _wrap_modelopt)
 
 
-def wrap(module: Any) -> None:
-    """Wrap the functions of ``module``, which has just been executed."""
-    from olmo_lns.integrations.megatron import wrappers
+# A callback imports its wrappers when Megatron's module has been executed: they need torch.
 
-    for path, (name, needed) in WRAPPED.items():
-        if path.partition(":")[0] == module.__name__:
-            hook.wrap(path, getattr(wrappers, name), needed=needed)
+
+def _wrap_language_model(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.models import model_init
+
+    needed = LANGUAGE_MODELS[module.__name__] == "GPTModel"
+    hook.wrap(f"{module.__name__}:{LANGUAGE_MODELS[module.__name__]}.__init__", model_init, needed=needed)
+
+
+def _wrap_config(module: ModuleType) -> None:
+    """Wrap the function that makes the config; from Megatron Core 0.18 on it is defined in ``argument_utils``."""
+    from olmo_lns.integrations.megatron.arguments import config_from_args
+
+    needed = module.__name__ == "megatron.training.arguments"  # may hold an import of the wrapped one
+    hook.wrap(f"{module.__name__}:core_transformer_config_from_args", config_from_args, needed=needed)
+
+
+def _wrap_arguments(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.arguments import add_arguments
+
+    _wrap_config(module)
+    hook.wrap("megatron.training.arguments:add_megatron_arguments", add_arguments)
+
+
+def _wrap_training(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.models import model_built
+
+    hook.wrap("megatron.training.training:get_model", model_built)
+    hook.wrap("megatron.training.training:setup_model_and_optimizer", model_built)
+
+
+def _wrap_checkpointing(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.checkpoints import load_args, load_base
+
+    hook.wrap("megatron.training.checkpointing:load_args_from_checkpoint", load_args)
+    hook.wrap("megatron.training.checkpointing:_load_base_checkpoint", load_base)
+
+
+def _wrap_sharded_load(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.checkpoints import load_sharded
+
+    hook.wrap("megatron.core.dist_checkpointing:load", load_sharded, needed=False)
+
+
+def _wrap_modelopt(module: ModuleType) -> None:
+    from olmo_lns.integrations.megatron.checkpoints import load_modelopt
+
+    hook.wrap("megatron.post_training.checkpointing:load_modelopt_checkpoint", load_modelopt, needed=False)
 
 
 def apply(
@@ -63,9 +112,9 @@ def apply(
     Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
     """
     register()
-    from olmo_lns.integrations.megatron.wrappers import apply_to
+    from olmo_lns.integrations.megatron.models import apply_to
 
-    return apply_to(target, Settings(True, exponent, keep_scaled_init).check(), trained)
+    return apply_to(target, Selection(True, exponent, keep_scaled_init).check(), trained)
 
 
 def plain_initialization(config: Any) -> None:
@@ -78,11 +127,11 @@ def plain_initialization(config: Any) -> None:
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron import wrappers
+    from olmo_lns.integrations.megatron.arguments import CORE, mark
 
     config = getattr(config, "transformer", config)
-    wrappers.require("megatron.core.")
-    wrappers.mark(config, Settings(no_scaled_init=True))
+    hook.require("megatron", CORE)
+    mark(config, Selection(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal
 

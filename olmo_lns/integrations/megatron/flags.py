@@ -1,4 +1,4 @@
-"""The settings on their way: command line -> args -> TransformerConfig -> checkpoint.
+"""The selected scheme and initialization on their way: command line -> args -> TransformerConfig -> checkpoint.
 
 The attribute names are the same on ``args``, on the config and in a saved checkpoint.
 """
@@ -13,7 +13,7 @@ from typing import Any, Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale
 
-#: Option strings, in the order of ``Settings``' fields.
+#: Option strings, in the order of ``Selection``'s fields.
 FLAGS = (
     "--layernorm-scaling",
     "--layernorm-scaling-exponent",
@@ -28,7 +28,7 @@ _MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-
 
 
 @dataclass(frozen=True)
-class Settings:
+class Selection:
     """The selected scheme and initialization."""
 
     layernorm_scaling: bool = False
@@ -37,14 +37,14 @@ class Settings:
     no_scaled_init: bool = False
 
     @classmethod
-    def of(cls, holder: Any) -> Settings:
-        """Read the settings from parsed arguments or a marked config."""
+    def of(cls, holder: Any) -> Selection:
+        """Read the selection from parsed arguments or a marked config."""
         values = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
-    def of_saved(cls, arguments: Any) -> Settings:
-        """Read the settings from the arguments of a checkpoint.
+    def of_saved(cls, arguments: Any) -> Selection:
+        """Read the selection from the arguments of a checkpoint.
 
         :raises LNSConfigError: another scheme, which a development version saved.
         """
@@ -53,7 +53,7 @@ class Settings:
         return cls.of(arguments)
 
     def store(self, holder: Any) -> None:
-        """Store the settings as attributes."""
+        """Store the fields as attributes."""
         for name, value in vars(self).items():
             setattr(holder, name, value)
 
@@ -65,8 +65,8 @@ class Settings:
 
     @property
     def flags(self) -> str:
-        """The command-line options for these settings."""
-        values = zip(FLAGS, vars(self).values(), vars(Settings()).values(), strict=True)
+        """The command-line options for this selection."""
+        values = zip(FLAGS, vars(self).values(), vars(Selection()).values(), strict=True)
         changed = [(flag, value) for flag, value, default in values if value != default]
         return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in changed)
 
@@ -75,15 +75,15 @@ class Settings:
         """True for plain initialization of the residual output projections."""
         return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
-    def check(self) -> Settings:
-        """Return the settings. :raises LNSConfigError: they contradict each other."""
+    def check(self) -> Selection:
+        """Return the selection. :raises LNSConfigError: its fields contradict each other."""
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
             raise LNSConfigError(f"{FLAGS[2]} and {FLAGS[3]} contradict each other: give one of them.")
         try:
             lns_scale(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
             raise LNSConfigError(f"{FLAGS[1]}: {error}") from None
-        if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Settings():
+        if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Selection():
             raise LNSConfigError(f"{self.flags} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
         return self
 

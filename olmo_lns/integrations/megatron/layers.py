@@ -26,8 +26,8 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn, trained_norm
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
-from olmo_lns.integrations.megatron.flags import Settings
-from olmo_lns.integrations.megatron.seams import MODELS
+from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.schemes import SUB_LAYERS
 from olmo_lns.settings import check as check_environment
 
@@ -90,14 +90,15 @@ def models_in(module: nn.Module) -> list[Any]:
     :raises LNSConfigError: ``module`` is wrapped or compiled.
     """
     any_model.refuse_wrappers(module)
-    models = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
+    names = set(LANGUAGE_MODELS.values())
+    models = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & names]
     return models or [module]
 
 
-def attach(model: Any, settings: Settings, *, drawn: bool, trained: bool | None = None) -> int:
+def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool | None = None) -> int:
     """Scale and measure the norms of every block of ``model``, and print the start-up line.
 
-    :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``settings``.
+    :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``selection``.
     :param trained: as in :func:`olmo_lns.apply`, for weights that were not.
     :returns: the number of scaled norms.
     :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is left unchanged.
@@ -114,10 +115,10 @@ def attach(model: Any, settings: Settings, *, drawn: bool, trained: bool | None 
     if not drawn:
         by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
         kind = type(model).__name__
-        record.require_fresh(trained_norm(by_sub_layer), settings.scheme, source=kind, trained=trained)
+        record.require_fresh(trained_norm(by_sub_layer), selection.scheme, source=kind, trained=trained)
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
-            site = sites.Site(settings.scheme, number, blocks, sub_layer)
+            site = sites.Site(selection.scheme, number, blocks, sub_layer)
             sites.attach(module, site)
             norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
         checked = check_initialization(model, config) if drawn else []
@@ -129,7 +130,7 @@ def attach(model: Any, settings: Settings, *, drawn: bool, trained: bool | None 
     measured = ["output", *([] if all(fused) else gradients)]
     local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
     initialization = "weights as they were"
-    if drawn and settings.scaled_init_off:
+    if drawn and selection.scaled_init_off:
         width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
         initialization = f"scaled initialization off (output projections: init_method{width})"
     elif drawn:

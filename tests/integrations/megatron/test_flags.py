@@ -8,10 +8,11 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
+from olmo_lns import hook
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
-from olmo_lns.integrations import megatron
-from olmo_lns.integrations.megatron import apply, wrappers
-from olmo_lns.integrations.megatron.flags import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron import apply, checkpoints, models
+from olmo_lns.integrations.megatron import arguments as megatron_arguments
+from olmo_lns.integrations.megatron.flags import FLAGS, Selection, add_flags
 from olmo_lns.schemes import parse as parse_scheme
 from olmo_lns.settings import ALLOW_MISMATCH
 
@@ -25,7 +26,7 @@ def parse(*words, **more):
 @pytest.fixture(autouse=True)
 def every_function_is_there(monkeypatch):
     """The wheel has no ``megatron.training``."""
-    monkeypatch.setattr(wrappers, "require", lambda prefix: None)
+    monkeypatch.setattr(hook, "_exists", lambda name: True)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,9 @@ def every_function_is_there(monkeypatch):
 )
 def test_flags_reach_the_config_and_the_model(words, scheme):
     args, config = parse(*words), tiny.config(hidden_size=64)
-    assert wrappers.config_from_args(lambda args, config_class=None: config)(args) is config
+    assert megatron_arguments.config_from_args(lambda args, config_class=None: config)(args) is config
     for holder in (args, config):
-        assert str(Settings.of(holder).scheme) == scheme
+        assert str(Selection.of(holder).scheme) == scheme
     model = tiny.build(config)
     assert len(tiny.scaled_norms(model)) == (8 if LNS in words else 0)
     std = 0.02 if words and KEEP not in words else 0.02 / 8**0.5
@@ -55,7 +56,7 @@ def test_flags_reach_the_config_and_the_model(words, scheme):
 )
 def test_wrong_or_contradicting_flags_are_refused(words, message):
     with pytest.raises(LNSConfigError, match=message):
-        Settings.of(parse(*words)).check()
+        Selection.of(parse(*words)).check()
 
 
 def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
@@ -63,21 +64,17 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
     module = ModuleType("megatron.training.global_vars")
     module._GLOBAL_ARGS = student
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    make = wrappers.config_from_args(lambda args: tiny.config())
-    assert Settings.of(make(student)).layernorm_scaling
-    assert not Settings.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
+    make = megatron_arguments.config_from_args(lambda args: tiny.config())
+    assert Selection.of(make(student)).layernorm_scaling
+    assert not Selection.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
 
 
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(wrappers.hook, "_missing", {})
-    gone = "megatron.core.models.gpt.gpt_model:GPTModel.build_layers"
-    monkeypatch.setitem(megatron.WRAPPED, gone, ("model_init", True))
-    from megatron.core.models.gpt import gpt_model
-
-    megatron.wrap(gpt_model)
+    monkeypatch.setattr(hook, "_missing", {})
+    hook.wrap("megatron.core.models.gpt.gpt_model:GPTModel.build_layers", models.model_init)
     assert tiny.scaled_norms(tiny.build(tiny.config())) == []
-    with pytest.raises(UpstreamChangedError, match="GPTModel.build_layers"):
+    with pytest.raises(UpstreamChangedError, match=r"GPTModel.build_layers"):
         apply(tiny.config())
 
 
@@ -93,7 +90,7 @@ def arguments(monkeypatch):
 
 
 def built(*chunks):
-    return wrappers.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
+    return models.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
 
 
 def test_a_flag_without_effect_is_refused(arguments, monkeypatch):
@@ -130,28 +127,28 @@ def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
     arguments.layernorm_scaling = False
     apply(model := tiny.build(tiny.config()), exponent=0.25)
     built(model)
-    assert Settings.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
-    assert "not given, but applied to the model" in capsys.readouterr().out
+    assert Selection.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
+    assert "apply() switched LayerNorm Scaling on" in capsys.readouterr().out
 
 
 def restore(running, saved):
-    wrappers.load_args(lambda args, load_arg="load": (args, saved))(running)
-    return Settings.of(running)
+    checkpoints.load_args(lambda args, load_arg="load": (args, saved))(running)
+    return Selection.of(running)
 
 
 def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch):
     saved = parse(LNS, EXPONENT, "0.75", KEEP)
-    assert restore(parse(), saved) == Settings(True, 0.75, True)
-    assert restore(parse(LNS, EXPONENT, "1"), saved) == Settings(True, 1.0)
+    assert restore(parse(), saved) == Selection(True, 0.75, True)
+    assert restore(parse(LNS, EXPONENT, "1"), saved) == Selection(True, 1.0)
     assert restore(parse(), parse(PLAIN)).no_scaled_init
-    assert restore(parse(), SimpleNamespace()) == Settings()  # saved without the plugin
+    assert restore(parse(), SimpleNamespace()) == Selection()  # saved without the plugin
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["pretrain_gpt.py", f"{EXPONENT}=0.5"])
-        assert restore(parse(EXPONENT, "0.5"), saved) == Settings()
+        assert restore(parse(EXPONENT, "0.5"), saved) == Selection()
     args = parse(LNS)  # no checkpoint
-    assert wrappers.load_args(lambda args, load_arg="load": args)(args) is args
+    assert checkpoints.load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(ALLOW_MISMATCH, "1")
-    assert restore(parse(), saved) == Settings()
+    assert restore(parse(), saved) == Selection()
 
 
 def load(running, saved, folder="folder", **state):
@@ -160,7 +157,7 @@ def load(running, saved, folder="folder", **state):
     def _load_base_checkpoint(load_dir, args, rank0=False):
         return contents, "iter_7", False, None
 
-    return wrappers.load_base(_load_base_checkpoint)(folder, args=running)
+    return checkpoints.load_base(_load_base_checkpoint)(folder, args=running)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Megatron's language models: scale their norms at the end of their constructors, and check the finished model.
+
+:func:`~olmo_lns.integrations.megatron.apply` or the flags mark a config. A language model that is built from a marked
+config gets the scheme at the end of its constructor: before mixed precision, DDP or FSDP wrap the model, and before
+weights are loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Callable
+
+import torch.distributed as dist
+from torch import nn
+
+from olmo_lns import hook, sites
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron import layers
+from olmo_lns.integrations.megatron.arguments import CORE, is_config, launched_arguments, mark
+from olmo_lns.integrations.megatron.flags import FLAGS, Selection
+from olmo_lns.processes import raise_on_every_rank
+from olmo_lns.schemes import PRE_LN
+
+Function = Callable[..., Any]
+
+
+def model_init(original: Function) -> Function:
+    """Wrap a constructor: choose the initialization before the model is built; attach and measure afterwards."""
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = _marked_config(signature, self, *args, **kwargs)
+        if config is None:
+            return original(self, *args, **kwargs)
+        selection = Selection.of(config)
+        if selection.layernorm_scaling:
+            layers.check_config(config)
+        if selection.scaled_init_off:
+            config.output_layer_init_method = config.init_method
+        original(self, *args, **kwargs)
+        if selection.layernorm_scaling:
+            if not any(sites.sites(self)):  # unless the base class's constructor has attached
+                layers.scale_model(self, selection, drawn=True)
+        else:
+            measured = ", ".join(layers.check_initialization(self, config))
+            layers.print_once(f"scaled initialization off (output projections: init_method); measured: {measured}")
+
+    return __init__
+
+
+def _marked_config(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """Return the marked ``TransformerConfig`` among a constructor's arguments; None if there is none."""
+    try:
+        call = signature.bind(*args, **kwargs)
+    except TypeError:  # the constructor raises its own error
+        return None
+    configs = filter(is_config, (*call.args, *call.kwargs.values()))
+    return next((config for config in configs if Selection.of(config) != Selection()), None)
+
+
+# --- the finished model ---------------------------------------------------------------------------------------------
+
+
+def model_built(original: Function) -> Function:
+    """Wrap ``get_model`` and ``setup_model_and_optimizer``: check that the flags had an effect on all pipeline stages.
+
+    A scheme that :func:`~olmo_lns.integrations.megatron.apply` selected is stored in the arguments.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
+        requested = Selection.of(launched_arguments())
+        # From the configs, since a pipeline stage without a layer has no site and its arguments are compared too.
+        configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
+        marked = {Selection.of(config) for config in filter(is_config, configs)} - {Selection()}
+        applied = next((selection for selection in marked if selection.layernorm_scaling), None)
+        flags = requested.flags or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
+        if requested.layernorm_scaling:
+            _check_stages(chunks, requested)
+        elif flags and not marked:
+            raise LNSConfigError(
+                f"{flags} was given, but the config of this model was not made by core_transformer_config_from_args "
+                "(--yaml-cfg replaces every argument) and is not marked: give Megatron's settings as flags, or "
+                "call olmo_lns.integrations.megatron.apply(config) before the model is built."
+            )
+        elif applied is not None:
+            _check_stages(chunks, applied)
+            applied.store(launched_arguments())
+            layers.print_once(f"apply() switched LayerNorm Scaling on. Checkpoints will record {applied.flags}.")
+        return result
+
+    return build
+
+
+def _check_stages(chunks: list[Any], selection: Selection) -> None:
+    """Check all stages. :raises MeasurementError, LNSConfigError: a wrong scheme, missing blocks; on every rank."""
+    problem, sites_here = "", []
+    try:
+        for chunk in chunks:
+            if (scheme := sites.read_back(chunk)) not in (selection.scheme, PRE_LN):
+                problem = f"{selection.scheme} was selected, but the model was built with {scheme}."
+            sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
+    except Exception as error:
+        problem = str(error)
+    raise_on_every_rank(problem)
+    sites_by_rank = [sites_here]
+    if dist.is_initialized():
+        sites_by_rank = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(sites_by_rank, sites_here)
+    all_sites = [item for items in sites_by_rank for item in items]
+    count = max((total for _, total in all_sites), default=0)
+    numbers = [number for number, _ in all_sites if number <= count]
+    counts = {numbers.count(number) for number in range(1, count + 1)}
+    if len(counts) == 1 and counts != {0}:
+        return
+    raise LNSConfigError(
+        f"{FLAGS[0]} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
+        "all pipeline stages, expected each of its blocks equally often. The flag reaches models of megatron.core "
+        "only, not with --use-legacy-models, --yaml-cfg or a config made by hand. Call "
+        "olmo_lns.integrations.megatron.apply(config) before the model is built, or drop the flag."
+    )
+
+
+# --- for scripts that build models ----------------------------------------------------------------------------------
+
+
+def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> int:
+    """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
+    if isinstance(target, (list, tuple)):
+        return sum(apply_to(each, selection, trained) for each in target)
+    hook.require("megatron", CORE)
+    if not isinstance(target, nn.Module):
+        mark(target, selection)
+        return 0
+    count = 0
+    for model in layers.models_in(target):
+        current = sites.read_back(model)
+        if not current.is_pre_ln and current != selection.scheme:
+            raise LNSConfigError(
+                f"{type(model).__name__} has {current} already, not {selection.scheme}: build a new model."
+            )
+        if current.is_pre_ln:
+            count += layers.scale_model(model, selection, drawn=False, trained=trained)
+        else:
+            count += len(list(sites.sites(model)))
+        if hasattr(model, "config"):
+            selection.store(model.config)
+    return count
