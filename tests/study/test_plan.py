@@ -54,6 +54,28 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
 
 
+def test_the_norms_and_gates_of_every_scheme_are_counted():
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.model import OLMo
+
+    from olmo_lns.integrations.olmo import types
+    from olmo_lns.schemes import Scheme, names
+
+    for name in names():
+        sizes = {"model.n_layers": 2, "model.d_model": 48, "model.n_heads": 4, "model.bias_for_layer_norm": True}
+        kind = types.spell(Scheme.of(name), "default")
+        config = OLMO.load(CONFIGS / "study/tiny-base.yaml", {**sizes, "model.layer_norm_type": kind})
+        model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
+        assert OLMO.count(Path(), config) == sum(parameter.numel() for parameter in model.parameters()), name
+
+
+def test_a_plan_builds_no_model_with_its_scheme(capsys, caplog):
+    """The start-up lines of models that nobody trains would hide the table."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    code, text = plan(capsys, "tiny", "--only", "0.2M")
+    assert code == 0 and text.startswith("size ") and not caplog.text
+
+
 @pytest.mark.slow
 def test_every_file_of_the_pack_passes(capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -40,6 +41,22 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
             return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise LNSConfigError(f"{path}: OLMo refuses the config: {one_line(error)}") from error
+
+
+#: Stock model config as JSON -> number of parameters of the model, and of one of its norms.
+_COUNTS: dict[str, tuple[int, int]] = {}
+
+
+def _count_stock(model_config: Any) -> tuple[int, int]:
+    from olmo.model import OLMo
+
+    settings = yaml_files.flatten(model_config)
+    key = json.dumps({name: value for name, value in settings.items() if not name.startswith("init_")}, sort_keys=True)
+    if key not in _COUNTS:
+        model = OLMo(model_config.update_with(init_device="meta"), init_params=False)
+        norm_parameters = sum(parameter.numel() for parameter in model.transformer.ln_f.parameters())
+        _COUNTS[key] = model.num_params(), norm_parameters
+    return _COUNTS[key]
 
 
 class OLMoEngine(Engine):
@@ -89,14 +106,26 @@ class OLMoEngine(Engine):
         }
 
     def count(self, path: Path, loaded: Any) -> int:
-        """Count the parameters of OLMo's model on the meta device."""
-        from olmo.model import OLMo
+        """Count the parameters of OLMo's model on the meta device, and add the norms and gates of the scheme.
 
+        The model is built without its scheme, and once for all arms of a size.
+        """
+        from olmo.exceptions import OLMoConfigurationError
+
+        model = loaded.model
         try:
-            model = OLMo(loaded.model.update_with(init_device="meta"), init_params=False)
+            types.require_supported(model)
+            scheme, _ = types.requested(model)
+            with types.stock(model):
+                parameters, norm_parameters = _count_stock(model)
+        except OLMoConfigurationError as error:
+            raise LNSConfigError(f"{path}: OLMo refuses the config: {one_line(error)}") from error
         except (ValueError, TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
             raise LNSConfigError(f"{path}: OLMo cannot build this model: {one_line(error)}") from error
-        return int(model.num_params())
+        for _, _, plan in scheme.plans(model.n_layers):
+            learned = [factor.elements(model.d_model) for factor in (plan.gate, plan.omega) if factor]
+            parameters += (plan.norms - 1) * norm_parameters + sum(learned)
+        return parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         stop_at, steps = settings["stop_at"], self.shape(settings).steps

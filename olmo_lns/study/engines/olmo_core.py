@@ -49,17 +49,33 @@ def available() -> bool:
     return find_spec("olmo_core") is not None and find_spec("olmo_core.nn") is not None
 
 
-def build_model(path: Path, config: Mapping[str, Any]) -> Any:
-    """Load every section of a config, and build the model on the meta device.
+#: Model config without schemes as JSON -> number of parameters.
+_COUNTS: dict[str, int] = {}
+
+
+def count_parameters(path: Path, config: Mapping[str, Any]) -> int:
+    """Load every section of a config, and count the parameters of its model, which a scheme does not change.
+
+    The model is built on the meta device without its scheme, and once for all arms of a size.
 
     :raises LNSConfigError: a class that does not exist, or another error of OLMo-core; the message has the file's name.
     """
     from olmo_core.config import Config
 
+    from olmo_lns.integrations.olmo_core.blocks import require_supported
+    from olmo_lns.olmo_core import BlockConfig
+
     _require_classes(path, config)
     try:
         sections = {name: Config.from_dict(copy.deepcopy(config[name])) for name in SECTIONS}
-        return sections["model"].build(init_device="meta")
+        model = sections["model"]
+        if isinstance(model.block, BlockConfig):
+            require_supported(model.block.resolved_scheme, model.block.name, model.n_layers)
+            model.block = model.block.stock()
+        key = json.dumps(flatten({**model.as_config_dict(), "init_seed": 0}), sort_keys=True)
+        if key not in _COUNTS:
+            _COUNTS[key] = int(model.build(init_device="meta").num_params)
+        return _COUNTS[key]
     except LNSError:
         raise
     except Exception as error:  # errors of OLMo-core, OmegaConf and torch
@@ -168,7 +184,7 @@ class OLMoCoreEngine(Engine):
         }
 
     def count(self, path: Path, loaded: Any) -> int:
-        return int(build_model(path, loaded).num_params) if available() else super().count(path, loaded)
+        return count_parameters(path, loaded) if available() else super().count(path, loaded)
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         problems, length = [], self.shape(settings).sequence_length

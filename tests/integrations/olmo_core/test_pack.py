@@ -74,7 +74,7 @@ def test_the_shapes_of_depthbench_have_the_parameters_of_its_table():
     study = Study.load(PACK.parent / "study" / "depthbench.yaml")
     runs = {run.size: run for run in study.runs if run.arm == "preln"}
     table = {"L16": 407, "L20": 414, "L24": 405, "L28": 406, "L32": 399}
-    found = {size: olmo_core.build_model(run.config, run.loaded).num_params / 1e6 for size, run in runs.items()}
+    found = {size: olmo_core.count_parameters(run.config, run.loaded) / 1e6 for size, run in runs.items()}
     assert {size: round(found[size]) for size in table} == table
     assert found["L42"] == pytest.approx(400, rel=0.03) and found["L70"] == pytest.approx(400, rel=0.03)
     for run in study.runs:
