@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
@@ -20,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from olmo_lns import settings
 from olmo_lns.arguments import Parser, as_path
+from olmo_lns.arms import ARMS, check_environment
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import exclusive_lock, one_process
-from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
@@ -120,8 +119,8 @@ def variance(run: Run, step: int, out: Path) -> list[float]:
     return Measurement.read(path).main
 
 
-def report(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
-    """Return the lines of the report: the plugin's log lines, the table, and notes on its meaning."""
+def summarize(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
+    """Return the lines of report.txt: the plugin's log lines, the table, and notes on its meaning."""
     layers, shape = len(results[0].variance_after), results[0].run.shape
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
@@ -195,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
     check_description(study)
     print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.update(environment(study, out))
+    study = study.with_variables(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in the same way as on Ctrl-C
     try:
         with exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
@@ -208,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
-    lines = report(results, study, out)
+    lines = summarize(results, study, out)
     write_whole(out / "report.txt", "\n".join(lines) + "\n")
     draw(results, out / "demo.png")
     print("", *lines, "", f"figure  {out / 'demo.png'}", sep="\n")

@@ -69,10 +69,13 @@ def examine() -> tuple[list[str], list[str]]:
     ready, rows, problems = [], [], []
     for extra, (label, *_, setting) in FRAMEWORKS.items():
         version, missing = installed(extra), missing_packages(extra)
+        if extra == "olmo-core" and missing and installed("olmo"):
+            missing = "needs an environment without ai2-olmo: docs/olmo-core.md"
         rows.append((label, version or "-", missing or setting))
         if version and not missing:
             ready.append(f"{label} {version}")
-    lines = [f"LayerNorm Scaling can run here with {', '.join(ready) or 'nothing: no framework is installed'}."]
+    lines = [f"LayerNorm Scaling can run here with {', '.join(ready)}."] if ready else []
+    lines = lines or ["No supported framework is installed."]
     if settings.is_set(settings.DISABLE):
         problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch: unset it")
     elif autoload_active():

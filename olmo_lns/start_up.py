@@ -63,9 +63,16 @@ def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
             # Some schemes scale attention or feed-forward alone.
             by_sub_layer = [(sub_layer, value) for (_, sub_layer), value in zip(plans, values, strict=True)]
             scaled = {sub_layer for sub_layer, value in by_sub_layer if value != 1.0}
-            factors = [value for sub_layer, value in by_sub_layer if sub_layer in scaled]
-            only = "" if len(scaled) == len(SUB_LAYERS) else f", {', '.join(scaled)} only"
-            descriptions.append(f"{name} = {factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers}){only}")
+            ranges: dict[str, str] = {}
+            for sub_layer in (each for each in SUB_LAYERS if each in scaled):
+                factors = [value for each, value in by_sub_layer if each == sub_layer]
+                ranges[sub_layer] = f"{factors[0]:.4g} (block 1) to {factors[-1]:.4g} (block {n_layers})"
+            if len(ranges) == len(SUB_LAYERS) and len(set(ranges.values())) == 1:
+                descriptions.append(f"{name} = {next(iter(ranges.values()))}")
+            elif len(ranges) == 1:
+                descriptions += [f"{name} = {text}, {sub_layer} only" for sub_layer, text in ranges.items()]
+            else:
+                descriptions += [f"{name} = {text}, {sub_layer}" for sub_layer, text in ranges.items()]
         if field.name in ("gate", "omega") and values[0] is not None:
             descriptions.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
     post = sorted({number for (number, _), plan in plans.items() if plan.post})

@@ -11,9 +11,9 @@ import signal
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PosixPath
 from typing import Any, Iterator, Sequence, cast
-from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
 from olmo_lns.study import pack
+from olmo_lns.temporary import replaced_attribute
 
 log = logging.getLogger("olmo.lns.train")
 
@@ -56,9 +57,9 @@ def _loadable_state() -> Iterator[None]:
             set_rng_state(state, *args, **kwargs)
 
     with torch.serialization.safe_globals(_STATE_TYPES), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", set_if_saved))
+        stack.enter_context(replaced_attribute(torch.cuda, "set_rng_state", set_if_saved))
         if not has_cuda:
-            stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", lambda *args, **kwargs: None))
+            stack.enter_context(replaced_attribute(torch.cuda, "get_rng_state", lambda *args, **kwargs: None))
         yield
 
 
@@ -212,10 +213,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     settings.refuse_disabled()
     register()
     file = pack.locate(str(path), "olmo")
+    for option, word in pairwise(["", *overrides]):
+        if not word.startswith("-") and "=" not in word:
+            meaning = f"{option}={word}" if option.startswith("--") and "=" not in option else f"--KEY={word}"
+            raise LNSConfigError(f"found {word!r} without an equals sign: type {meaning}")
     try:
         return TrainConfig.load(file, [clean_opt(override) for override in overrides])
     except (OLMoConfigurationError, AttributeError, TypeError) as error:  # OLMo reads some keys before it checks them
-        raise LNSConfigError(f"{path}: OLMo cannot load it: {one_line(error)}") from error
+        message = f"{path}: OLMo cannot load it: {one_line(error)}"
+        if "Environment variable" in message or "does not match any files" in message:
+            message += (
+                ". The data of the pack's configs are in $OLMO_DATA_DIR, with held-out text in its folder heldout/: "
+            )
+            message += "docs/data.md has the commands that make them"
+        raise LNSConfigError(message) from error
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Render configs/olmo, configs/olmo_core and configs/megatron from a table of sizes and olmo_lns.study.arms.
+"""Render configs/olmo, configs/olmo_core and configs/megatron from a table of sizes and olmo_lns.arms.
 
 python scripts/render_configs.py          writes the files
 python scripts/render_configs.py --check  exits with 1 if a committed file differs from the rendered one
@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from olmo_lns.study.arms import BASELINE, Arm, arm_named
+from olmo_lns.arms import BASELINE, Arm, arm_named
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 
@@ -165,7 +165,7 @@ def rate(value: float) -> str:
 def about(arm: Arm) -> str:
     """Describe an arm: scheme, initialization, and the effect that a comparison with the baseline isolates."""
     init = f"OLMo's init_fn {arm.init_fn}" if arm.init_fn else INIT_TEXT[arm.initialization]
-    purpose = f"isolates {arm.isolates}" if arm.isolates else "changes more than one thing"
+    purpose = f"isolates {arm.only_difference}" if arm.only_difference else "changes more than one thing"
     return f"{arm.scheme.definition.label}, {init}; {'the baseline' if arm.name == BASELINE else purpose}"
 
 

@@ -16,6 +16,14 @@ def test_the_answer_comes_first_on_one_screen(capsys):
     assert lines[2].startswith("Norms run on ")
 
 
+def test_olmo_core_is_not_recommended_beside_olmo(capsys):
+    """ai2-olmo requires a version of OLMo-core that has no models; the guide keeps the two apart."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    assert "needs an environment without ai2-olmo: docs/olmo-core.md" in text and "olmo-lns[olmo-core]" not in text
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

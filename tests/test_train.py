@@ -9,7 +9,7 @@ from support import training
 from support.launch import environment, torchrun, write_config
 
 from olmo_lns import cli
-from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 
 DURATION = 6
 MONITOR = "lns_variance.csv"
@@ -114,3 +114,32 @@ def test_two_fsdp_ranks_train_and_save_and_the_monitor_pools_them(uninterrupted,
     assert list(rows["tokens"]) == [128.0] * 4
     # FSDP draws the weights shard by shard from another random stream: the losses are close, not equal.
     assert first.losses() == pytest.approx(list(uninterrupted[1].values())[:3], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.layer_norm_type", "lns"], "found 'lns' without an equals sign: type --model.layer_norm_type=lns"),
+        (["--model.layer_norm_type"], "--model.layer_norm_type has no value: type it with an equals sign"),
+        (["--model.layer_norm_type=lsn"], r"unknown norm type \(did you mean 'lns'\?\); docs/schemes.md"),
+        (["--max_duration=4", "7"], "found '7' without an equals sign: type --KEY=7"),
+    ],
+)
+def test_a_mistyped_override_is_named_with_the_right_spelling(tmp_path, overrides, message):
+    from olmo_lns.train import load_config
+
+    with pytest.raises(LNSConfigError, match=message):
+        load_config(config_file(tmp_path), overrides)
+
+
+def test_missing_data_of_a_pack_config_are_named_with_the_page_that_makes_them(tmp_path, monkeypatch):
+    from olmo_lns.train import load_config
+
+    monkeypatch.setenv("OLMO_SAVE_DIR", str(tmp_path))
+    monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
+    with pytest.raises(LNSConfigError, match="'OLMO_DATA_DIR' not found.*docs/data.md has the commands"):
+        load_config("60M-lns")
+    monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path))
+    (tmp_path / "a.npy").touch()
+    with pytest.raises(LNSConfigError, match="heldout/.*does not match any files.*docs/data.md"):
+        load_config("60M-lns")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Container, Iterable, Iterator, Mapping, Sequence
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSError
 from olmo_lns.response import first_output
+from olmo_lns.temporary import replaced_attribute
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -74,7 +74,7 @@ def observe(blocks: Sequence[nn.Module], observer: Observer) -> Iterator[None]:
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
             # nn.Module.__call__ runs this attribute, if it is set, instead of the module.
-            stack.enter_context(mock.patch.object(block, "_compiled_call_impl", _observed(block, index, observer)))
+            stack.enter_context(replaced_attribute(block, "_compiled_call_impl", _observed(block, index, observer)))
         yield
 
 

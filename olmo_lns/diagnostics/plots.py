@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
+from olmo_lns.arms import ARMS, Arm
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.schemes import parse
-from olmo_lns.study.arms import ARMS, Arm
 
 #: Maximum number of heat maps side by side.
 MAX_COLUMNS = 6

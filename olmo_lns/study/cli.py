@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-from dataclasses import replace
 from typing import Sequence
 
 from olmo_lns.arguments import Parser, as_path, at_least
@@ -48,9 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (plan, launching):
         command.add_argument("--gpus", type=at_least(1), help="GPUs for each run (default: the description's)")
         command.add_argument("--nodes", type=at_least(1), help="nodes for each run (default: one per 8 GPUs)")
-        command.add_argument(
-            "--gpu", choices=sorted(planning.GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
-        )
+        gpu_help = "GPU of the estimates and of the time that Slurm scripts request (default: the description's, A100)"
+        command.add_argument("--gpu", choices=sorted(planning.GPUS), help=gpu_help)
         command.add_argument("--only", nargs="+", metavar="RUN", help="beginnings of the names of runs: 7B-preln")
     collecting.add_argument("--allow-missing", action="store_true", help="report a run without a log as missing")
     return parser
@@ -60,7 +57,7 @@ def _plan(args: argparse.Namespace) -> int:
     problems = []
     for name in args.study:
         try:
-            problems += planning.print_plan(name, args.only, args.gpu, gpus=args.gpus, nodes=args.nodes)
+            problems += planning.print_plan(name, args.only, gpus=args.gpus, nodes=args.nodes, gpu=args.gpu)
         except LNSConfigError as error:
             if len(args.study) == 1:
                 raise
@@ -71,16 +68,17 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    study = replace(Study.load(args.study), gpus=args.gpus, nodes=args.nodes)
-    runs = study.select_runs(args.only)
+    study = Study.load(args.study).with_options(args.gpus, args.nodes, args.gpu)
     if args.run:
-        os.environ.update(launch.environment(study, args.out))  # compare_arms loads configs that read these variables
+        study = study.with_variables(launch.environment(study, args.out))
+    runs = study.select_runs(args.only)
     planning.compare_arms(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out))
     if args.slurm:
-        for path in slurm.write(study, runs, args.out, args.slurm, args.gpu):
+        for path in slurm.write(study, runs, args.out, args.slurm):
             print(f"wrote {path}; submit with: sbatch {shlex.quote(str(path))}")
+        print(f"The requested times are for {study.gpu} GPUs; --gpu names another one.")
         return 0
     launch.print_commands(study, runs, args.out)
     return 0

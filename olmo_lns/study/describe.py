@@ -6,19 +6,20 @@ difference: ``48:00:00`` is a time and ``no`` is a word.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Iterable, Literal
+from typing import Annotated, Any, Iterable, Literal, Mapping
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.arms import ARMS, arm_named
+from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.study import pack, yaml_files
-from olmo_lns.study.arms import ARMS, arm_named
-from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
+from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
 
 #: Default number of GPUs in a node.
 GPUS_PER_NODE = 8
@@ -56,7 +57,7 @@ Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
 #: Seeds that OLMo and Megatron accept.
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], AfterValidator(_check_distinct)]
-Settings = Annotated[dict[Text, Any], AfterValidator(yaml_files.parse_scalars)]
+Overrides = Annotated[dict[Text, Any], AfterValidator(yaml_files.parse_scalars)]
 Rates = Annotated[list[Annotated[Text, AfterValidator(_check_rate)]], Field(min_length=1)]
 OptionalText = Annotated[Text | None, BeforeValidator(_parse_null)]
 
@@ -80,6 +81,7 @@ class Launch(_Strict):
 
     :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs in a node.
     :param nodes: number of nodes for a run, by size; the key ``""`` is for all other sizes.
+    :param gpu: GPU of the plan's estimates and of the time that a Slurm script requests.
     :param threads: ``OMP_NUM_THREADS`` of each run. :param args: arguments added to every command.
     :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
     :param sbatch: additional ``#SBATCH`` lines; None removes a default line.
@@ -87,6 +89,7 @@ class Launch(_Strict):
 
     command: Text = "train"
     nproc: Positive = 1
+    gpu: Literal["A100", "H100", "H200"] = "A100"
     nodes: Annotated[
         dict[str, Positive], BeforeValidator(lambda value: value if isinstance(value, dict) else {"": value})
     ] = {}
@@ -103,8 +106,8 @@ class Description(_Strict):
     name: Word
     framework: Literal["olmo", "olmo-core", "megatron"] = "olmo"
     config: Text
-    sizes: Annotated[dict[Size, Settings], BeforeValidator(_as_table)]
-    arms: Annotated[dict[Text, Settings], BeforeValidator(_as_table)]
+    sizes: Annotated[dict[Size, Overrides], BeforeValidator(_as_table)]
+    arms: Annotated[dict[Text, Overrides], BeforeValidator(_as_table)]
     rates: Annotated[Rates | dict[str, Rates], BeforeValidator(lambda value: {} if value == "" else value)] = {}
     seeds: Seeds | None = None
     more_seeds: dict[str, Seeds | dict[str, Seeds]] = {}
@@ -133,7 +136,10 @@ def read_description(path: Path) -> Description:
         detail = max(error.errors(), key=lambda detail: len(detail["loc"]))  # the innermost key
         key = ": ".join(str(part) for part in detail["loc"] if "[" not in str(part))  # without names of types
         value = f"{detail['input']!r}: " if isinstance(detail["input"], str) else ""
-        message = "unknown key" if detail["type"] == "extra_forbidden" else f"{value}{detail['msg']}"
+        message = f"{value}{detail['msg']}"
+        if detail["type"] == "extra_forbidden":
+            known = Launch.model_fields if "launch" in detail["loc"] else Description.model_fields
+            message = f"unknown key{did_you_mean(str(detail['loc'][-1]), known)}"
         raise LNSConfigError(f"{path}: {key}: {message}") from None
     tables = published()["tables"]
     if description.published is not None and description.published not in tables:
@@ -149,6 +155,7 @@ class Study:
     ['preln', 'preln_scaled_init']
 
     :param gpus, nodes: requested numbers for each run; None for the description's. See :meth:`layout`.
+    :param gpu: GPU of the estimates, for the plan and for the launch alike.
     """
 
     name: str
@@ -161,6 +168,7 @@ class Study:
     published: str | None = None
     gpus: int | None = None
     nodes: int | None = None
+    gpu: str = "A100"
 
     @property
     def groups(self) -> list[str]:
@@ -200,8 +208,12 @@ class Study:
                 if f"{name}-".startswith(f"{prefix}-")
             }
             if not matches:
-                names = ", ".join(run.name for run in self.runs)
-                raise LNSConfigError(f"no run of study {self.name} begins with {prefix!r}; its runs: {names}")
+                names = [run.name for run in self.runs]
+                beginnings = dict.fromkeys(name[:end] for name in names for end in (*_part_ends(name), len(name)))
+                raise LNSConfigError(
+                    f"no run of study {self.name} begins with {prefix!r}{did_you_mean(prefix, beginnings)}; "
+                    f"its runs: {', '.join(names)}"
+                )
             selected |= matches
         return list(selected.values())
 
@@ -224,7 +236,18 @@ class Study:
                 raise LNSConfigError(f"two runs would have the folder {repeated[0]}: give each arm, rate and size once")
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
-        return cls(keys.name, engine, path, runs, keys.launch, keys.final_fraction, keys.data, keys.published)
+        return cls(
+            keys.name, engine, path, runs, keys.launch, keys.final_fraction, keys.data, keys.published,
+            gpu=keys.launch.gpu,
+        )  # fmt: skip
+
+    def with_options(self, gpus: int | None, nodes: int | None, gpu: str | None) -> Study:
+        """Return the study with the options of a command line; None keeps the description's value."""
+        return replace(self, gpus=gpus, nodes=nodes, gpu=gpu or self.gpu)
+
+    def with_variables(self, variables: Mapping[str, str]) -> Study:
+        """Return the study with environment variables for the configs of its runs."""
+        return replace(self, runs=tuple(replace(run, variables=variables) for run in self.runs))
 
     @classmethod
     def from_config(cls, path: Path, engine: Engine) -> Study:
@@ -254,9 +277,16 @@ def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
                         yield _run(path, keys.config, engine, size, arm, seed, size_overrides | arm_overrides, rate)
 
 
+def _part_ends(name: str) -> list[int]:
+    return [match.start() for match in re.finditer("-", name)]
+
+
 def _require_names(key: str, names: Iterable[str], expected: Iterable[str]) -> None:
     if unknown := sorted({*names} - {*expected}):
-        raise LNSConfigError(f"{key} names {unknown[0]}, which the description lacks: expected {', '.join(expected)}")
+        hint = did_you_mean(unknown[0], expected)
+        raise LNSConfigError(
+            f"{key} names {unknown[0]}, which the description lacks{hint}: expected {', '.join(expected)}"
+        )
 
 
 def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
@@ -278,7 +308,7 @@ def _run(
         local_file, pack_file = path.parent / name, pack.pack_folder() / "study" / name
         return pack_file if pack_file.is_file() and not local_file.is_file() else local_file
 
-    config, arm_settings = config_file(arm), settings_of(ARMS[arm], engine)
+    config, arm_settings = config_file(arm), overrides_for(ARMS[arm], engine)
     if "{arm}" not in pattern or not config.is_file():
         config, settings = config_file(engine.base_arm), settings | arm_settings
     run = Run(size, arm, seed, engine, config, settings)

@@ -15,15 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Sequence
 
+from olmo_lns.arms import check_environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import pack, yaml_files
-from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.logs import curve_of, next_log
 
+DATA_HELP = "; docs/data.md has the commands that make the training data and the held-out text"
 #: Number of lines shown from the log of a failed run.
 TAIL = 12
 #: Commands that run as one process without torchrun's environment variables. Megatron's and OLMo's scripts need these.
@@ -69,7 +70,10 @@ def environment(study: Study, out: Path) -> dict[str, str]:
 
 
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
-    """Print one command for each run. A run over several nodes needs the command on each node."""
+    """Print one command for each run. A run over several nodes needs the command on each node.
+
+    If a launch makes the data of the study, they are made now, so that the commands find them.
+    """
     check_environment()
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
     for run in runs:
@@ -77,10 +81,12 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
             lines.append(f"# on each of {nodes} nodes, with HEAD set to the host name of one of them:")
         variables = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
         lines.append(" ".join([*variables, quote(command(study, run, out, python="python"))]))
+    if study.data in CORPUS_BUILDERS:
+        lines.insert(0, f"# data: {CORPUS_BUILDERS[study.data](out / 'data')}")
     print("\n".join(lines))  # only now: command() may raise
 
 
-def check(study: Study) -> None:
+def check_launch(study: Study) -> None:
     """Check the environment and the training script of a study.
 
     :raises LNSConfigError: an environment variable that would change the arms, or a missing script.
@@ -106,7 +112,7 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    check(study)
+    check_launch(study)
     variables = {**os.environ, **environment(study, out)}
     for run in runs:
         command(study, run, out)
@@ -117,7 +123,9 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
             )
         if missing := [name for name in yaml_files.required_variables(run.config) if not variables.get(name)]:
             problem = f"{run.config} reads {missing[0]}, which is not set"
-            raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…")
+            raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…{DATA_HELP}")
+        if study.data not in CORPUS_BUILDERS and (problem := run.engine.missing_data(run.settings)):
+            raise LNSConfigError(f"run {run.name}: {run.config}: {problem}{DATA_HELP}")
     out.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
         if study.data in CORPUS_BUILDERS:

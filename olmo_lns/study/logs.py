@@ -28,7 +28,7 @@ HELDOUT = ("eval/heldout/CrossEntropyLoss", "eval/lm/heldout/CE loss")
 NAMES = (*LOSSES, *HELDOUT)
 #: Both frameworks print at least four digits: 0.9876, 3.025, 10.25, 100.2, 1,234.
 PRINTED = re.compile(
-    r"0\.\d{4,}|[1-9]\.\d{3,}|[1-9]\d\.\d\d+|[1-9]\d{2,3}\.\d+|\d{1,3}(,\d{3})+|\d(\.\d+)?[eE]-\d\d|[-+]?(nan|inf)"
+    r"0\.\d{4,}|[1-9]\.\d{3,}|[1-9]\d\.\d\d+|[1-9]\d{2,3}\.\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d(\.\d+)?[eE]-\d\d|[-+]?(nan|inf)"
 )
 #: Megatron's line of a step. Its last number shows that the line is whole.
 ITERATION = re.compile(

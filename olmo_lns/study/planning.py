@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import replace
 from typing import Any, Mapping, Sequence
 
+from olmo_lns.arms import ARMS, arm_named
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import pack, yaml_files
-from olmo_lns.study.arms import ARMS, arm_named
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study
-from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
+from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
 
 #: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
 GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
-#: Default GPU of an estimate, used share of its peak, and time factor for evaluation and checkpoints.
-GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
+#: Used share of the peak, and time factor for evaluation and checkpoints.
+UTILISATION, MARGIN = 0.4, 1.25
 
 
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
     """Return a message for each of the flat settings that contradicts the definition of an arm."""
     try:
-        expected = engine.arm_settings(settings_of(arm_named(name), engine))
+        expected = engine.arm_settings(overrides_for(arm_named(name), engine))
     except LNSConfigError as error:
         return [str(error)]
     actual = engine.arm_settings(settings)
@@ -61,7 +60,7 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
                 )
 
 
-def check(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
+def problems_of(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     """Return the problems of a run on a number of GPUs.
 
     :param has_layout: False for a config file, for which nobody has named the number of GPUs.
@@ -83,13 +82,14 @@ def hours(run: Run, gpu: str) -> float:
     return run.shape.flops / (GPUS[gpu] * UTILISATION) / 3600
 
 
-def planned_hours(study: Study, run: Run, gpu: str = GPU) -> float:
+def planned_hours(study: Study, run: Run) -> float:
     """Return the hours of a run on all its GPUs, times :data:`MARGIN`."""
-    return hours(run, gpu) * MARGIN / math.prod(study.layout(run))
+    return hours(run, study.gpu) * MARGIN / math.prod(study.layout(run))
 
 
-def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
+def table(study: Study, runs: Sequence[Run]) -> str:
     """Return a text table with one line per size, followed by the totals. Short names fit in 80 columns."""
+    gpu = study.gpu
     width = max(4, *(len(run.size) for run in runs))
     lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run"]
     for size in dict.fromkeys(run.size for run in runs):
@@ -117,7 +117,7 @@ def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
 def needed_data(study: Study, runs: Sequence[Run]) -> str:
     """Return the number of tokens that the longest run reads, and the command that checks the data."""
     if study.data in CORPUS_BUILDERS:
-        return "data: text that the launch makes"
+        return "data: text of this Python, which `study launch … --run` makes; nothing is downloaded"
     shape = max((run.shape for run in runs), key=lambda shape: shape.tokens)
     if not shape.steps:
         return "data: not checked, because the duration is in epochs"
@@ -142,10 +142,12 @@ def _format_number(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def print_plan(name: str, only: Sequence[str] | None, gpu: str, *, gpus: int | None, nodes: int | None) -> list[str]:
+def print_plan(
+    name: str, only: Sequence[str] | None, *, gpus: int | None, nodes: int | None, gpu: str | None
+) -> list[str]:
     """Print the plan of a description or a config file, and return its problems.
 
-    :param name: a file, or a name in the pack.
+    :param name: a file, or a name in the pack. :param only, gpus, nodes, gpu: options of the command line.
     :raises LNSConfigError: the file cannot be read, or the runs differ in more than the arm.
     """
     path = pack.locate(name, "study")
@@ -157,13 +159,13 @@ def print_plan(name: str, only: Sequence[str] | None, gpu: str, *, gpus: int | N
         study = Study.from_config(path, engine)
     else:
         raise LNSConfigError(f"{path}: expected a study (with the key arms) or a framework's config")
-    study = replace(study, gpus=gpus, nodes=nodes)
+    study = study.with_options(gpus, nodes, gpu)
     runs, problems, loaded = study.select_runs(only), list[str](), list[Run]()
     has_layout = is_description or gpus is not None
     for run in runs:
         label = run.name if is_description else path.name
         try:
-            found = check(run, math.prod(study.layout(run)), has_layout=has_layout)
+            found = problems_of(run, math.prod(study.layout(run)), has_layout=has_layout)
             problems += [f"{label}: {problem}" for problem in found]
             loaded.append(run)
         except LNSConfigError as error:
@@ -171,7 +173,7 @@ def print_plan(name: str, only: Sequence[str] | None, gpu: str, *, gpus: int | N
     if loaded == runs and is_description:
         compare_arms(runs)
     if loaded:
-        print(f"{table(study, loaded, gpu)}\n\n{needed_data(study, loaded)}")
+        print(f"{table(study, loaded)}\n\n{needed_data(study, loaded)}")
     if study.engine.skipped_check():
         print(f"note: {study.engine.skipped_check()}")
     return problems

@@ -8,10 +8,15 @@ from typing import Callable, Sequence
 
 import pandas as pd
 
-from olmo_lns.study.arms import ARMS, BASELINE
+from olmo_lns.arms import ARMS, BASELINE
 from olmo_lns.study.collect import COMPLETE
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study, published
+
+COMPARED = (
+    " Arms of one size and seed read the same batches in the same order; `study collect` compared the settings that "
+    "the runs saved, and found that they differ only in the arm."
+)
 
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
@@ -65,14 +70,14 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
         f"# Scaling study `{study.name}`",
         f"{len(runs)} of {len(study.runs)} runs are complete; the numbers exclude the others. The loss of a run is the "
         f"mean training loss (nats per token) over the last {study.final_fraction:.0%} of its steps; ± is the standard "
-        "deviation over n seeds. Arms of one size and seed read the same batches in the same order; `study collect` "
-        "checked that their settings differ only in the arm.",
+        "deviation over n seeds."
+        + (COMPARED if len(runs) else " Launch the runs and collect them again to get numbers."),
         *([f"![loss by number of parameters]({image})"] if image else []),
         "## Loss",
         _by_arm(study, [f"{group} ({parameters[group]:,})" for group in study.groups], loss),
         f"After the semicolon: the difference from {ARMS[BASELINE].label}, paired by seed; negative is lower.",
     ]
-    if labels := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
+    if labels := [ARMS[arm].label for arm in study.arms if not ARMS[arm].only_difference]:
         parts.append(f"Arms that change more than one thing: {'; '.join(labels)}.")
     if runs.rate.notna().any():
         parts.append("Each arm is at its best rate. These losses chose the rate, which favours each arm slightly.")

@@ -12,8 +12,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import pack
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.launch import JOB, check, command, environment, quote
-from olmo_lns.study.planning import GPU, planned_hours
+from olmo_lns.study.launch import JOB, check_launch, command, environment, quote
+from olmo_lns.study.planning import planned_hours
 from olmo_lns.text import write_whole
 
 TEMPLATE = """#!/bin/bash
@@ -43,7 +43,7 @@ srun {container}"${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1
 CORES_PER_GPU = 8
 
 
-def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str = GPU) -> list[Path]:
+def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Path]:
     """Write ``<folder>/<size>.sbatch`` for every size. Create ``out``, where Slurm writes the output of the tasks.
 
     ``launch.sbatch`` of the description adds or replaces ``#SBATCH`` lines; null removes a line. The default ``time``
@@ -54,13 +54,14 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
     """
     if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(
-            f"{study.path}: data: {study.data} is for one machine: give the folder of your data, or remove the key"
+            f"{study.path}: data: {study.data} is text that a launch makes on one machine. Slurm scripts need a folder "
+            "of data: give it as the key data, or remove the key and set the variable; or use --run instead of --slurm"
         )
-    check(study)
+    check_launch(study)
     texts = {}
     for size in dict.fromkeys(run.size for run in runs):
         path = folder / f"{size}.sbatch"
-        texts[path] = _script(study, [run for run in runs if run.size == size], out.resolve(), path, gpu)
+        texts[path] = _script(study, [run for run in runs if run.size == size], out.resolve(), path)
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
@@ -69,9 +70,9 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
     return list(texts)
 
 
-def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
+def _options(study: Study, runs: Sequence[Run], out: Path) -> str:
     nodes, nproc = study.layout(runs[0])
-    hours = max(planned_hours(study, run, gpu) for run in runs)
+    hours = max(planned_hours(study, run) for run in runs)
     options: dict[str, str | None] = {
         "nodes": str(nodes),
         "ntasks-per-node": "1",
@@ -107,7 +108,7 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     return f"--container-image={image} --container-mounts={mounts} --container-workdir={folder} "
 
 
-def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) -> str:
+def _script(study: Study, runs: Sequence[Run], out: Path, path: Path) -> str:
     exports = environment(study, out)
     cases = []
     for run in runs:
@@ -118,7 +119,7 @@ def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) 
         size=runs[0].size,
         file=shlex.quote(str(path.resolve())),
         last=len(runs) - 1,
-        options=_options(study, runs, out, gpu),
+        options=_options(study, runs, out),
         setup="".join(f"{line}\n" for line in study.launch.setup),
         out=shlex.quote(str(out)),
         exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items()),

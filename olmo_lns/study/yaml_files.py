@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Hashable, Mapping
 
@@ -83,20 +84,24 @@ def required_variables(path: Path) -> list[str]:
     return list(dict.fromkeys(name for name, default in variables if not default))
 
 
-def fill_variables(node: Any, source: str, *, placeholder: bool = False) -> Any:
+def fill_variables(
+    node: Any, source: str, *, variables: Mapping[str, str] | None = None, placeholder: bool = False
+) -> Any:
     """Replace the environment variables in text, also in nested lists and mappings.
 
+    :param variables: values that take precedence over the environment's.
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of raising an error.
     :raises LNSConfigError: an unset variable without a default.
     """
+    fill = partial(fill_variables, source=source, variables=variables, placeholder=placeholder)
     if isinstance(node, dict):
-        return {key: fill_variables(value, source, placeholder=placeholder) for key, value in node.items()}
+        return {key: fill(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [fill_variables(value, source, placeholder=placeholder) for value in node]
+        return [fill(value) for value in node]
 
     def replacement(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if (value := os.environ.get(name, default)) is not None:
+        if (value := (variables or {}).get(name, os.environ.get(name, default))) is not None:
             return str(value)
         if placeholder:
             return f"/{name}-is-not-set"

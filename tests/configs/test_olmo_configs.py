@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
+from olmo_lns.arms import ARMS
 from olmo_lns.study import yaml_files
-from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import OLMO, settings_of
+from olmo_lns.study.engines import OLMO, overrides_for
 from olmo_lns.study.engines.olmo import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_a_file_has_the_values_of_its_size_and_arm(path, loaded):
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (rate, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
     assert cfg.scheduler.t_warmup == 2000 and cfg.precision == "amp_bf16" and cfg.wandb is None
-    for key, value in settings_of(ARMS[arm], OLMO).items():
+    for key, value in overrides_for(ARMS[arm], OLMO).items():
         assert yaml_files.flatten(cfg)[key] == value
     # These are the fewest steps for 20B tokens, and the run stops there; OLMo's default would run ten more.
     found = Trainer.max_steps.fget(SimpleNamespace(cfg=cfg))

@@ -10,11 +10,11 @@ import torch
 from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
+from olmo_lns.arms import ARMS
 from olmo_lns.diagnostics import MEASURES, plots
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.integrations.transformers import apply
-from olmo_lns.study.arms import ARMS
 
 
 def analyze(*arguments):

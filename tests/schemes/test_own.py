@@ -34,6 +34,7 @@ def test_a_scheme_of_another_package_is_a_type_of_an_unmodified_launch(package):
     done = forked.run(LAUNCH, path=package)
     expected = [round(number**-exponent, 6) for number in range(1, 5) for exponent in (0.25, 0.5)]
     assert done.stdout.strip() == str(expected), done.stderr
+    assert "s = 1 (block 1) to 0.7071 (block 4), attn; s = 1 (block 1) to 0.5 (block 4), ff" in done.stderr
 
 
 def test_an_entry_point_that_fails_is_named(package):

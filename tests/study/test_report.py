@@ -45,6 +45,12 @@ def test_unfinished_runs_are_in_no_number(built, capsys):
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_without_a_run_claims_no_comparison(built):
+    table = results(built.study, {run.name: 3.0 for run in built.study.runs}).assign(status="incomplete")
+    text = report.markdown(built.study, report.complete(built.study, table), None)
+    assert "0 of 6 runs are complete" in text and "compared" not in text and "collect them again" in text
+
+
 def test_perplexity_is_shown_beside_the_published_one(built):
     sizes = built.description["sizes"]
     built.description |= {"sizes": {"130M": sizes["a"], "1B": sizes["b"]}, "published": "lns-1", "more_seeds": {}}

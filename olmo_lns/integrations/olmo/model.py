@@ -79,7 +79,8 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) 
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
-        return f"Pre-LN; {text}; measured: {', '.join(measured) or 'nothing yet'}"
+        end = f"; measured: {', '.join(measured)}" if measured else ""
+        return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}){end}"
     line = start_up.start_up_line
     return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
 

@@ -193,6 +193,8 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
 
     def wrapped(cls: Any, path: Any, overrides: Any = None, key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        for override in overrides or ():
+            _check_override(override)
         config = load(cls, path, overrides, key, *args, **kwargs)
         model = {"TrainConfig": getattr(config, "model", None), "ModelConfig": config}.get(cls.__name__)
         if model is not None and has_scheme(model.layer_norm_type):
@@ -203,6 +205,24 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return wrapped
+
+
+def _check_override(override: str) -> None:
+    """Check an override of the norm type, for which OLMo's own error would list every name.
+
+    :raises OLMoConfigurationError: no value, as after a blank in place of ``=``, or an unknown name.
+    """
+    from olmo.config import LayerNormType
+    from olmo.exceptions import OLMoConfigurationError
+
+    name, _, value = str(override).partition("=")
+    if name.rpartition(".")[2] != "layer_norm_type":
+        return
+    if value == "True":  # OLMo's launcher completes an option without a value
+        raise OLMoConfigurationError(f"--{name} has no value: type it with an equals sign, as in --{name}=lns")
+    kind, known = value.partition(":")[0], list(dict.fromkeys([*names(), *LayerNormType.__members__]))
+    if kind not in known and (hint := did_you_mean(kind, known)):
+        raise OLMoConfigurationError(f"--{name}={value}: unknown norm type{hint}; docs/schemes.md lists the schemes")
 
 
 def _resolve(model: Any, path: Any, name: str) -> None:

@@ -66,7 +66,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in names if name.endswith((".npy", ".bin")))
 
 
-def record_of(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Return the record ``NAME.json`` that ``data prepare`` wrote beside ``NAME-00000.npy``; empty without a record.
 
     :raises LNSConfigError: a record that cannot be read.
@@ -89,7 +89,7 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
     """
     result = Data(path, dtype or "uint16")
     try:
-        record = record_of(path)
+        record = read_record(path)
         result.eos = int(record.get("eos", DOLMA.eos)) if eos is None else eos
         if path.suffix == ".bin":
             documents = _read_index(result)
@@ -163,7 +163,7 @@ def is_heldout(path: Path) -> bool:
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 
-def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> int:
+def print_files(results: Sequence[Data], budget: float, rows: int, sequence: int) -> int:
     """Print the files and their problems. :returns: the number of problems, including too few tokens or sequences."""
     for result in results:
         labels = "" if result.labels is None else f", {result.labels:,} with a label"

@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare.arguments(
         commands.add_parser(
             "prepare",
-            help="tokenise C4 or JSON lines",
-            description="Tokenise text into OLMo's memmaps. No partial files are left.",
-            epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --sequence 256 "
+            help="tokenise C4 as in the papers",
+            description="Tokenise C4 into OLMo's memmaps, one row a document. No partial files are left.",
+            epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base "
             "--eos '</s>' --pad '<pad>' --out c4",
         )
     )
@@ -69,9 +69,9 @@ def _check(args: argparse.Namespace) -> int:
         check.check_file(path, dtype=args.dtype, vocabulary=args.vocab_size, eos=args.eos)
         for path in check.find(args.paths)
     ]
-    return int(check.report(results, args.budget, args.rows, args.sequence) > 0)
+    return int(check.print_files(results, args.budget, args.rows, args.sequence) > 0)
 
 
 def _megatron(args: argparse.Namespace) -> int:
-    print(indexed.convert(args.paths, args.out, eos=args.eos, dtype=args.dtype, vocabulary=args.vocab_size))
+    print(indexed.write_pairs(args.paths, args.out, eos=args.eos, dtype=args.dtype, vocabulary=args.vocab_size))
     return 0

@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data.check import CHUNK, Data, check_file, find, is_heldout
 
 
-def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | None, vocabulary: int | None) -> str:
+def write_pairs(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | None, vocabulary: int | None) -> str:
     """Write a pair for every training file, under the same relative paths.
 
     :param eos, dtype, vocabulary: as for :func:`~olmo_lns.study.data.check.check_file`.

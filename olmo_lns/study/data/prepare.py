@@ -1,7 +1,6 @@
-"""Tokenise JSON lines or C4 into OLMo's memmaps.
+"""Tokenise C4 into OLMo's memmaps as the papers did: one row a document, truncated or padded, with a label mask.
 
-By default the documents follow one another, each with its end-of-document token. With ``--sequence`` each document is
-one row, truncated or padded, with a label mask (``data.label_mask_paths``), like the papers' C4.
+Other corpora are tokenised by ``dolma tokens`` (docs/data.md).
 """
 
 from __future__ import annotations
@@ -26,29 +25,33 @@ C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
 BATCH = 256  # documents per call of the tokenizer
 
 
-def documents(kind: str, paths: Sequence[str]) -> Iterator[str]:
-    """Yield the documents of a source in a fixed order.
+def documents(split: str, files: Sequence[Path]) -> Iterator[str]:
+    """Yield the documents of a split of C4 in a fixed order.
 
-    :param kind: ``jsonl`` (a line is a document; ``paths`` are files, also ``.gz``), or ``c4`` (streamed from the
-        Hugging Face hub; ``paths`` has the split).
+    :param files: a local copy as JSON lines, also ``.gz``, which is read in its own order. Without files the split is
+        streamed from the Hugging Face hub, and shuffled.
     :raises LNSConfigError: a source that cannot be read, or a document without text.
     """
     from datasets import load_dataset
 
     try:
-        if kind == "c4":
-            stream = load_dataset(C4, "en", split=paths[0], streaming=True)
-            stream = stream.shuffle(seed=C4_SEEDS.get(paths[0], 0), buffer_size=C4_BUFFER)
+        if files:
+            paths = [str(path.resolve(strict=True)) for path in files]
+            stream = load_dataset("json", data_files=paths, split="train", streaming=True)
         else:
-            files = [str(Path(path).resolve(strict=True)) for path in paths]
-            stream = load_dataset("json", data_files=files, split="train", streaming=True)
+            stream = load_dataset(C4, "en", split=split, streaming=True)
+            stream = stream.shuffle(seed=C4_SEEDS[split], buffer_size=C4_BUFFER)
         for number, row in enumerate(stream, start=1):
             if not isinstance(text := row.get("text"), str):
                 raise TypeError(f"document {number} has no text under 'text'")
             yield text
     except Exception as error:  # errors of the readers, of the hub's client and of the network
         cause = one_line(error.__cause__ or error)
-        raise LNSConfigError(f"{kind} {' '.join(paths)}: cannot be read: {cause}") from error
+        raise LNSConfigError(f"{_source(split, files)}: cannot be read: {cause}") from error
+
+
+def _source(split: str, files: Sequence[Path]) -> str:
+    return " ".join(map(str, files)) if files else f"{C4} {split}"
 
 
 def load_tokenizer(name: str) -> Any:
@@ -80,14 +83,16 @@ def _token_id(tokenizer: Any, token: str, flag: str) -> int:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``olmo-lns data prepare``."""
     add = parser.add_argument
-    add("kind", choices=("c4", "jsonl"))
-    add("paths", nargs="+", help="JSON lines with a key `text`; for c4 a split: train or validation")
+    add("corpus", choices=("c4",), help="the papers' corpus; `dolma tokens` makes others (docs/data.md)")
+    add("split", choices=tuple(C4_SEEDS))
+    files_help = "a local copy of the split: JSON lines with a key `text` (default: streamed from the hub, shuffled)"
+    add("--files", nargs="+", type=as_path, default=[], help=files_help)
     add("-o", "--out", type=as_path, required=True)
     add("--name", default="train", help="the files are NAME-00000.npy and NAME-00000.mask")
     add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
     add("--eos", required=True, help="end of document: a token or its id")
     add("--pad", default="0", help="padding of a row: a token or its id (default 0)")
-    add("--sequence", type=at_least(2), default=0, help="tokens in a row, with one document per row (default: no rows)")
+    add("--sequence", type=at_least(2), default=256, help="tokens in a row (default 256, as in the papers)")
     add("--tokens", type=float, default=float("inf"), help="maximum number of real tokens")
     add("--rows", type=float, default=float("inf"), help="maximum number of documents")
 
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     eos, pad = _token_id(tokenizer, args.eos, "--eos"), _token_id(tokenizer, args.pad, "--pad")
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocabulary <= 1 << 16 else "uint32"
-    texts, count, tokens, labels = documents(args.kind, args.paths), 0, 0, 0
+    texts, count, tokens, labels = documents(args.split, args.files), 0, 0, 0
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
         stem = f"{args.name}-00000"
@@ -120,29 +125,26 @@ def run(args: argparse.Namespace) -> int:
                 for encoding in batch:
                     ids = _end_document(encoding.ids, eos, args.sequence)
                     tokens += len(ids)
-                    if args.sequence:
-                        masks.write((np.arange(args.sequence) < len(ids)).tobytes())
-                        labels += len(ids) - 1  # the first token of a row is not predicted
-                        ids += [pad] * (args.sequence - len(ids))
+                    masks.write((np.arange(args.sequence) < len(ids)).tobytes())
+                    labels += len(ids) - 1  # the first token of a row is not predicted
+                    ids += [pad] * (args.sequence - len(ids))
                     data.write(np.asarray(ids, dtype=dtype).tobytes())
                 count += len(batch)
                 print(f"\r{count:,} documents, {tokens:,} tokens", end="", flush=True)
         if not count:
-            raise LNSConfigError(f"{args.kind} {' '.join(args.paths)}: found no document")
+            raise LNSConfigError(f"{_source(args.split, args.files)}: found no document")
         for path in Path(folder).iterdir():
-            if path.stat().st_size:  # without --sequence the file of masks is empty
-                os.replace(path, args.out / path.name)
+            os.replace(path, args.out / path.name)
     record = {"dtype": dtype, "vocabulary": vocabulary, "eos": eos, "documents": count, "tokens": tokens}
     write_whole(tokenizer_path, tokenizer.to_str(pretty=True))
-    write_whole(record_path, json.dumps(record | {"source": [args.kind, *args.paths]}, indent=1) + "\n")
+    write_whole(record_path, json.dumps(record | {"source": _source(args.split, args.files)}, indent=1) + "\n")
     print(f"\n{args.out / stem}.npy is complete, of dtype {dtype}")
-    if args.sequence:
-        share = labels / (count * (args.sequence - 1))
-        print(f"{share:.1%} of the positions are real tokens; with label masks OLMo averages losses over all positions")
+    share = labels / (count * (args.sequence - 1))
+    print(f"{share:.1%} of the positions are real tokens; with label masks OLMo averages losses over all positions")
     return 0
 
 
 def _end_document(ids: list[int], eos: int, sequence: int) -> list[int]:
-    """Return the ids of a document with one ``eos`` at the end, truncated to ``sequence`` ids; 0 does not truncate."""
+    """Return the ids of a document with one ``eos`` at the end, truncated to ``sequence`` ids."""
     text = ids[:-1] if ids[-1:] == [eos] else ids
-    return [*(text[: sequence - 1] if sequence else text), eos]
+    return [*text[: sequence - 1], eos]

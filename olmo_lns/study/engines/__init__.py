@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.engines.megatron import MegatronEngine
 from olmo_lns.study.engines.olmo import OLMoEngine
 from olmo_lns.study.engines.olmo_core import OLMoCoreEngine
 
-__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "settings_of"]
+__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "overrides_for"]
 
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
@@ -20,7 +20,7 @@ MEGATRON: Engine = MegatronEngine()
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 
-def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
+def overrides_for(arm: Arm, engine: Engine) -> dict[str, Any]:
     """Return the settings that make a run of ``engine`` this arm.
 
     :raises LNSConfigError: the framework does not support the arm.

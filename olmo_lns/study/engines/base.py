@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping, Protocol
 
+from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.yaml_files import flatten
 
 
@@ -127,9 +127,10 @@ class Engine(Protocol):
         """Return the overrides for a peak learning rate; the lowest rate changes in proportion."""
         return {self.rate_keys[0]: rate}
 
-    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """Load a config file with overrides as the framework does. Its variables need not be set.
+    def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
+        """Load a config file with overrides as the framework does. Its environment variables need not be set.
 
+        :param variables: values of environment variables that a launch will set.
         :raises LNSConfigError: the framework refuses the config.
         """
 
@@ -156,6 +157,10 @@ class Engine(Protocol):
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         """Return the contradictions between the settings of a run on this number of GPUs."""
+
+    def missing_data(self, settings: Mapping[str, Any]) -> str:
+        """Describe the first data of a run that do not exist; ``""`` if all exist or cannot be checked."""
+        return ""
 
     def skipped_check(self) -> str:
         """Name the check that this environment cannot run; ``""`` if all checks run."""
@@ -193,6 +198,7 @@ class Run:
     :param group: size; runs of the same group and seed are compared.
     :param arm: name of the arm; ``""`` for a config file that names none.
     :param rate: learning rate from the description's ``rates``; None for the config's rate.
+    :param variables: environment variables that a launch sets for the config, by name.
     """
 
     group: str
@@ -202,6 +208,7 @@ class Run:
     config: Path
     overrides: Mapping[str, Any]
     rate: float | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> str:
@@ -215,7 +222,7 @@ class Run:
     @cached_property
     def loaded(self) -> Any:
         """The config as the framework loads it."""
-        return self.engine.load(self.config, self.overrides)
+        return self.engine.load(self.config, self.overrides, self.variables)
 
     @cached_property
     def settings(self) -> dict[str, Any]:

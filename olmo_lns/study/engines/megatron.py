@@ -17,18 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Mapping, Sequence
-from unittest import mock
 
 from olmo_lns.arguments import Parser, as_path
+from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.logs import find_logs
 from olmo_lns.study.pack import locate
 from olmo_lns.study.yaml_files import VARIABLE, fill_variables
 from olmo_lns.study.yaml_files import read as read_yaml
+from olmo_lns.temporary import replaced_attribute, replaced_items
 
 OPTION = "--lns-config"
 
@@ -121,12 +121,12 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
     launch_environment = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
     # A file, because Megatron 0.16 needs the descriptor of stderr.
     with tempfile.TemporaryFile("w+") as output, contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, launch_environment))
-        stack.enter_context(mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]))
+        stack.enter_context(replaced_items(os.environ, launch_environment))
+        stack.enter_context(replaced_attribute(sys, "argv", ["pretrain_gpt.py", *flags]))
         stack.enter_context(contextlib.redirect_stdout(output))
         stack.enter_context(contextlib.redirect_stderr(output))
         if device:
-            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda _=None: device))
+            stack.enter_context(replaced_attribute(torch.cuda, "get_device_properties", lambda _=None: device))
         try:
             from megatron.training import arguments
 
@@ -207,8 +207,8 @@ class MegatronEngine(Engine):
         settings = read(config)
         return {"lr": rate, "min_lr": float(f"{rate * float(settings['min_lr']) / float(settings['lr']):.6g}")}
 
-    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """Return the settings in a file with the overrides."""
+    def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
+        """Return the settings in a file with the overrides. Megatron's own parser reads the variables."""
         return read(path) | {key.replace("-", "_"): value for key, value in overrides.items()}
 
     def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:

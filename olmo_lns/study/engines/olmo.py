@@ -8,20 +8,22 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any, Mapping
-from unittest import mock
 
+from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.study import yaml_files
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run, dot_list
+from olmo_lns.temporary import replaced_items
 
 #: Initialization -> ``init_fn``. ``upstream`` is missing: it keeps the ``init_fn`` of the config, which defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
 
 
-def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
+def load(path: Path, overrides: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None) -> Any:
     """Load a ``TrainConfig`` as ``scripts/train.py file --key=value`` does. Data paths need not exist.
+
+    :param variables: environment variables for the config.
 
     :raises LNSConfigError: OLMo refuses the config; the message has the file's name and OLMo's error.
     """
@@ -35,7 +37,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
 
     yaml_files.read_text(path)  # raises for a repeated key
     missing = {name: f"/{name}-is-not-set" for name in yaml_files.required_variables(path) if name not in os.environ}
-    with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
+    with replaced_items(os.environ, {**missing, **(variables or {})}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo warns at every load
         try:
             return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
@@ -82,9 +84,9 @@ class OLMoEngine(Engine):
     def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
 
-    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+    def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
         """Load OLMo's ``TrainConfig``."""
-        return load(path, overrides)
+        return load(path, overrides, variables)
 
     def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         heads, hidden_size = int(settings["model.n_heads"]), int(settings["model.d_model"])
@@ -134,6 +136,18 @@ class OLMoEngine(Engine):
         if steps and int(stop_at) != steps:
             return [f"stop_at {stop_at} is not max_duration {steps}: the schedule would be cut or idle"]
         return []
+
+    def missing_data(self, settings: Mapping[str, Any]) -> str:
+        sources = {"data.paths": settings.get("data.paths")}
+        for evaluator in settings.get("evaluators") or []:
+            sources[f"evaluator {evaluator['label']}"] = (evaluator.get("data") or {}).get("paths")
+        for name, paths in sources.items():
+            if paths == []:  # a pattern without a match
+                return f"{name}: no file"
+            for path in paths or []:
+                if "://" not in path and not Path(path).is_file():
+                    return f"{name}: no file {path}"
+        return ""
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
         checkpoints = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}

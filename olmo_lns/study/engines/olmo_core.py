@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 import json
 import re
+from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Mapping
 
+from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.schemes import PRE_LN, Scheme
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 from olmo_lns.study.yaml_files import fill_variables, flatten
 from olmo_lns.study.yaml_files import read as read_yaml
@@ -24,13 +25,22 @@ from olmo_lns.study.yaml_files import read as read_yaml
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
 
 
-def read(path: str | Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = False) -> dict[str, Any]:
+def read(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    variables: Mapping[str, str] | None = None,
+    placeholder: bool = False,
+) -> dict[str, Any]:
     """Return a config file with flat overrides as nested mappings. Variables are replaced.
 
+    :param variables: values that take precedence over the environment's.
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
     :raises LNSConfigError: no such file, an unset variable, a missing section, or an override below a plain value.
     """
-    config: dict[str, Any] = fill_variables(read_yaml(Path(path)), str(path), placeholder=placeholder)
+    config: dict[str, Any] = fill_variables(
+        read_yaml(Path(path)), str(path), variables=variables, placeholder=placeholder
+    )
     if missing := [name for name in SECTIONS if not isinstance(config.get(name), dict)]:
         raise LNSConfigError(f"{path} has no section {missing[0]!r}: expected {', '.join(SECTIONS)}")
     for key, value in (overrides or {}).items():
@@ -154,9 +164,9 @@ class OLMoCoreEngine(Engine):
     def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
 
-    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+    def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
         """Return the sections of a file with the overrides."""
-        return read(path, overrides, placeholder=True)
+        return read(path, overrides, variables=variables, placeholder=True)
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         flat = super().settings(loaded)
@@ -195,6 +205,13 @@ class OLMoCoreEngine(Engine):
         if (data_length := settings.get("dataset.sequence_length")) != length:
             problems.append(f"dataset.sequence_length {data_length} is not max_sequence_length {length}")
         return problems
+
+    def missing_data(self, settings: Mapping[str, Any]) -> str:
+        for key, paths in settings.items():
+            for path in paths if key.endswith(".paths") and isinstance(paths, list) else []:
+                if "://" not in str(path) and not glob(str(path), recursive=True):
+                    return f"{key}: no file {path}"
+        return ""
 
     def skipped_check(self) -> str:
         return "" if available() else "not loaded by OLMo-core, which is not in this environment"

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from olmo_lns import settings
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
 #: The arm with which the others are compared.
@@ -25,7 +25,7 @@ class Arm:
     :param name: lower-case letters, digits, ``_`` and ``.``, for files and folders. :param label: name in tables.
     :param colour, line, marker: matplotlib's names of the style.
     :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
-    :param isolates: the only difference between the arm and :data:`BASELINE`; ``""`` if there are several.
+    :param only_difference: the only difference between the arm and :data:`BASELINE`; ``""`` if there are several.
     :param init_fn: OLMo's initialization, for an arm that exists in OLMo only.
     """
 
@@ -36,7 +36,7 @@ class Arm:
     marker: str
     scheme: Scheme
     initialization: str
-    isolates: str
+    only_difference: str
     init_fn: str = ""
 
 
@@ -110,8 +110,8 @@ def _style(index: int) -> tuple[str, str, str]:
     return (colour, *_STYLES[index % len(_STYLES)])
 
 
-for _index, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_TABLE):
-    define(Arm(_name, _label, *_style(_index), _scheme, _init, _isolates, _init_fn))
+for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enumerate(_TABLE):
+    define(Arm(_name, _label, *_style(_index), _scheme, _init, _only_difference, _init_fn))
 
 
 def arm_named(name: str) -> Arm:
@@ -126,7 +126,8 @@ def arm_named(name: str) -> Arm:
         return ARMS[name]
     if ":" not in name and name not in names():
         raise LNSConfigError(
-            f"unknown arm {name!r}: expected a scheme, such as lns:exponent=0.3, or one of {', '.join(ARMS)}"
+            f"unknown arm {name!r}{did_you_mean(name, [*ARMS, *names()])}: expected a scheme, such as "
+            f"lns:exponent=0.3, or one of {', '.join(ARMS)}"
         )
     scheme = parse(name)
     for arm in ARMS.values():
