@@ -45,7 +45,7 @@ MEASURES = {
         "identity_distance", "distance of the Jacobian to the identity", longest=64,
     ),
     "gradnorm": Measure(
-        "Gradient norm per layer and parameter kind", "gradients:gradient_norms",
+        "Gradient norm per layer and part", "gradients:gradient_norms",
         "total", "gradient norm",
     ),
 }  # fmt: skip

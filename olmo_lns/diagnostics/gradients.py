@@ -13,8 +13,8 @@ A row costs one backward pass through the block. A small d allows all d rows (``
 random sample of k coordinates (``projected``). Each sampled row is complete: the dominance is the mean over the sample,
 and ``d/k * sum`` of the rows' squared distances is an unbiased estimate of the full sum.
 
-**Gradient norm** per block and kind of parameter (Mix-LN). The loss is the mean per token over all the data. Norms are
-Euclidean, over all parameters of a block or over those of one kind in a block.
+**Gradient norm** per block and part of a block (Mix-LN). The loss is the mean per token over all the data. Norms are
+Euclidean, over all parameters of a block or over those of one part.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ PARTS = {
 OTHER = "other"
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a parameter by its name in the block: ``norm``, ``attention``, ``mlp`` or ``other``."""
-    return next((kind for kind, pattern in PARTS.items() if pattern.search(name)), OTHER)
+def part_of(name: str) -> str:
+    """Return the part of a block that has a parameter of this name: ``norm``, ``attention``, ``mlp`` or ``other``."""
+    return next((part for part, pattern in PARTS.items() if pattern.search(name)), OTHER)
 
 
 def gradient_norms(
@@ -159,7 +159,7 @@ def gradient_norms(
     """Measure the gradient norms of the mean loss over ``batches``, without changing the model's gradients.
 
     The gradient of every parameter must fit in memory, in its dtype. Dropout is off. The result has the columns
-    ``total``, each kind, and each parameter by its name in the block. Its details are the mean loss per token in nats
+    ``total``, each part, and each parameter by its name in the block. Its details are the mean loss per token in nats
     and the norms of the parameters ``outside`` the blocks. ``tokens`` counts predicted tokens.
 
     :raises LNSError: no token to predict, a loss that is not finite, or a gradient that is not. In the last case the
@@ -203,10 +203,10 @@ def _by_block(
     names = {parameter: name for name, parameter in model.named_parameters() if name in norms}
     block_norms = [{name: norms[names[p]] for name, p in block.named_parameters() if p in names} for block in blocks]
     columns: dict[str, list[Any]] = {"total": [math.hypot(*by_name.values()) for by_name in block_norms]}
-    for kind in (*PARTS, OTHER):
-        kind_norms = [[norm for name, norm in by_name.items() if kind_of(name) == kind] for by_name in block_norms]
-        if any(kind_norms):
-            columns[kind] = [math.hypot(*values) if values else None for values in kind_norms]
+    for part in (*PARTS, OTHER):
+        part_norms = [[norm for name, norm in by_name.items() if part_of(name) == part] for by_name in block_norms]
+        if any(part_norms):
+            columns[part] = [math.hypot(*values) if values else None for values in part_norms]
     for name in [name for by_name in block_norms for name in by_name]:
         columns[name] = [by_name.get(name) for by_name in block_norms]
     inside = {names[p] for block in blocks for p in block.parameters() if p in names}

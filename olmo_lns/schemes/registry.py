@@ -210,5 +210,8 @@ def parse(text: str) -> Scheme:
 def as_scheme(scheme: Any) -> Scheme:
     """Return the scheme of a text or a scheme. :raises LNSConfigError: another type, or an unknown scheme."""
     if not isinstance(scheme, (str, Scheme)):
-        raise LNSConfigError(f"scheme {scheme!r}: expected a text such as 'lns:exponent=0.25', or a Scheme.")
+        raise LNSConfigError(
+            f"the scheme is a {type(scheme).__name__}: expected a text such as 'lns:exponent=0.25', or a Scheme. An "
+            "input of the model is given as example=, as in apply(model, example=tokens)."
+        )
     return parse(scheme) if isinstance(scheme, str) else scheme

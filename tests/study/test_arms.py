@@ -69,5 +69,5 @@ def test_settings_that_contradict_the_arm_are_named():
 def test_an_invalid_arm_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         arms.define(replace(arm(PRE_LN, "plain"), **wrong))
-    with pytest.raises(LNSConfigError, match="unknown arm 'lnss': expected a scheme"):
+    with pytest.raises(LNSConfigError, match="unknown arm 'lnss' .did you mean 'lns'"):
         arms.arm_named("lnss")
