@@ -1,6 +1,7 @@
 """For launches of torchtitan on a CPU: what torchtitan takes from CUDA, and nothing of this package.
 
 With ``TORCHTITAN_HOOKS`` in the environment, llama3 is the reference of LayerNorm Scaling, by hooks on the stock model.
+``TORCHTITAN_LOSSES`` is a file for the losses of each step, which torchtitan's log rounds.
 torchtitan's device is the CPU, its memory monitor reads nothing, and its flex attention, which has no backward on a CPU,
 is PyTorch's scaled dot-product attention. The block mask of a text is causal; the tests' texts are one document.
 """
@@ -51,3 +52,18 @@ if os.environ.get("TORCHTITAN_HOOKS"):
     from torchtitan.models.common.decoder import Decoder
 
     Decoder.__init__ = _with_hooks(Decoder.__init__)
+
+
+def _with_losses(log):
+    def wrapped(self, step, global_avg_loss, *args, **kwargs):
+        with open(os.environ["TORCHTITAN_LOSSES"], "a") as file:
+            print(repr(float(global_avg_loss)), file=file)
+        return log(self, step, global_avg_loss, *args, **kwargs)
+
+    return wrapped
+
+
+if os.environ.get("TORCHTITAN_LOSSES"):
+    from torchtitan.components.metrics import MetricsProcessor
+
+    MetricsProcessor.log = _with_losses(MetricsProcessor.log)
