@@ -10,7 +10,25 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parent.parent
-WORDS = "the norm of block l is scaled by one over root l and depth has no curse".split()
+WORDS = [
+    "the",
+    "norm",
+    "of",
+    "block",
+    "l",
+    "is",
+    "scaled",
+    "by",
+    "one",
+    "over",
+    "root",
+    "l",
+    "and",
+    "depth",
+    "has",
+    "no",
+    "curse",
+]
 #: Losses in fp32, so that two ways to multiply agree to the rounding of fp32.
 OPTIONS = [
     *("--module", "llama3", "--config", "llama3_debugmodel", "--hf_assets_path", "tokenizer", "--debug.seed", "7"),
@@ -45,7 +63,12 @@ def folder(path):
     tokens |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
     tokens |= {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}}
     (tokenizer / "tokenizer.json").write_text(json.dumps(tokens))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 

@@ -5,9 +5,10 @@ import json
 import pytest
 
 pytest.importorskip("torchtitan.config.override", reason="needs torchtitan 0.3 (make test-torchtitan)")
-transformers = pytest.importorskip("transformers", reason="the exported model runs in transformers")
+pytest.importorskip("transformers", reason="the exported model runs in transformers")
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from support import torchtitan_models as titan
 
@@ -48,7 +49,10 @@ def test_a_converted_model_is_folded_and_has_the_logits_of_the_trained_one(tmp_p
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, converted / "model.safetensors")
     (converted / "config.json").write_text(json.dumps(config.to_dict()))
 
-    assert cli.main(["export", str(converted), str(tmp_path / "folded"), "--scheme", "lns", "--tokenizer", "none"]) in (0, None)
+    assert cli.main(["export", str(converted), str(tmp_path / "folded"), "--scheme", "lns", "--tokenizer", "none"]) in (
+        0,
+        None,
+    )
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
     tokens = (torch.arange(16) * 7 % 100)[None]
     expected, _ = titan.run(model)

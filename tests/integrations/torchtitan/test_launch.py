@@ -84,5 +84,7 @@ def test_a_checkpoint_carries_its_scheme(folder):
 
 def test_the_flag_on_a_model_without_its_norms_is_an_error(folder):
     override = ("--override.imports", "olmo_lns.torchtitan.lns")
-    result = Launch(folder, "muse", "--module", "muse_glimmer", "--config", "muse_glimmer_debugmodel", *override).result()
+    result = Launch(
+        folder, "muse", "--module", "muse_glimmer", "--config", "muse_glimmer_debugmodel", *override
+    ).result()
     assert result.status != 0 and "sits on a branch" in result.log, result.log[-3000:]

@@ -15,11 +15,17 @@ from torchtitan.config.override import apply_overrides
 GUIDE = Path(__file__).parents[3] / "docs" / "torchtitan.md"
 COMMAND = re.compile(r"CONFIG=llama3_8b \./run_train\.sh((?:.*\\\n)*.*)")
 #: Norms with a factor, and the standard deviation of the last block's output projections.
-EXPECTED = {"olmo_lns.torchtitan.lns": (64, 0.02), "olmo_lns.torchtitan.plain_initialization": (0, 0.02), "": (0, 0.0025)}
+EXPECTED = {
+    "olmo_lns.torchtitan.lns": (64, 0.02),
+    "olmo_lns.torchtitan.plain_initialization": (0, 0.02),
+    "": (0, 0.0025),
+}
 
 
 def commands():
-    found = [shlex.split(arguments.replace("\\\n", " "), comments=True) for arguments in COMMAND.findall(GUIDE.read_text())]
+    found = [
+        shlex.split(arguments.replace("\\\n", " "), comments=True) for arguments in COMMAND.findall(GUIDE.read_text())
+    ]
     assert len(found) == 3, "LNS and both baselines"
     return found
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch._utils
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
 
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -32,6 +33,15 @@ import torchtitan.models.common.attention as attention  # noqa: E402
 
 attention.FlexAttention._compiled_flex_attn = _attention
 attention._compiled_create_block_mask = create_block_mask  # compiling it takes minutes
+_divide = FSDPModule.set_gradient_divide_factor
+
+
+def _divide_by_sum(self, factor):
+    self.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
+    return _divide(self, factor)
+
+
+FSDPModule.set_gradient_divide_factor = _divide_by_sum
 # Newer than torch 2.13; torchtitan calls it after the first step.
 torch.distributed.set_timeout = getattr(torch.distributed, "set_timeout", lambda timeout, group: None)
 
