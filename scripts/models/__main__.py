@@ -6,7 +6,7 @@
     python scripts/models --check                     build the models and test the expectations, without apply
     python scripts/models --json rows.json --markdown docs/any-model-table.md
 
-Models from repositories are read from the folder ``$OLMO_LNS_MODEL_SOURCES``, with checkouts named owner__repository.
+Models from repositories are read from the folder ``$MODEL_SOURCES``, with checkouts named owner__repository.
 Rows whose package or checkout is missing are reported as "not installed". Each model runs in a process of its own.
 """
 

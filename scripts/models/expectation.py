@@ -85,7 +85,7 @@ class Row:
 
 
 #: The environment variable with a folder of checkouts, each named owner__repository.
-SOURCES = "OLMO_LNS_MODEL_SOURCES"
+SOURCES = "MODEL_SOURCES"
 
 #: Package -> the module that it installs, where the name is another one.
 IMPORTED = {
@@ -124,7 +124,7 @@ def sites(pattern: str | Iterable[str], count: int | Iterable[int], start: int =
 
 
 def checkout(repository: str) -> Path:
-    """Return the folder of a repository's checkout below ``$OLMO_LNS_MODEL_SOURCES``."""
+    """Return the folder of a repository's checkout below ``$MODEL_SOURCES``."""
     return Path(os.environ.get(SOURCES, "model-sources")) / repository.replace("/", "__")
 
 

@@ -277,7 +277,7 @@ def xformers() -> None:
         package.ops, package.__path__ = ops, []
         ops.fmha = types.SimpleNamespace(attn_bias=types.SimpleNamespace())
         ops.AttentionBias = ops.SwiGLU = ops.LowerTriangularMask = type("Missing", (), {})
-        ops.memory_efficient_attention = ops.unbind = None
+        ops.memory_efficient_attention, ops.unbind = None, torch.unbind
         sys.modules |= {"xformers": package, "xformers.ops": ops}
 
 

@@ -24,7 +24,7 @@ def stages(pattern: str, *depths: int):
 
 
 #: Settings that name something of the model's module.
-OF_MODULE = ("class", "token_mixers", "norm_layers", "block_layer", "norm_layer")
+OF_MODULE = ("class", "token_mixers", "norm_layers", "block_layer", "norm_layer", "mlp_layer")
 
 
 def model(
@@ -139,7 +139,7 @@ model(
     "mlp_mixer.py", "return torch.addcmul(self.beta, self.alpha, x)", "The modules named norm are affine and normalise nothing.",
 )  # fmt: skip
 model(
-    "gmlp_s16_224", MIXER | {"mlp_ratio": 4, "block_layer": "SpatialGatingBlock"}, REFUSED,
+    "gmlp_s16_224", MIXER | {"mlp_ratio": 4, "block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp"}, REFUSED,
     "mlp_mixer.py", "x = x + self.drop_path(self.mlp_channels(self.norm(x)))",
     "A block has one gated branch whose end does not split into one that mixes positions and one that does not.",
 )  # fmt: skip
