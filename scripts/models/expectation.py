@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +155,6 @@ def load_part(repository: str, file: str, until: str, name: str | None = None) -
     path = checkout(repository) / file
     text = path.read_text(encoding="utf-8")
     head = text[: text.index("\n" + until) + 1]
-    import types
-
     module = types.ModuleType(name or "part_of_" + path.stem)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -167,9 +165,3 @@ def load_part(repository: str, file: str, until: str, name: str | None = None) -
 def on_path(repository: str, *below: str) -> None:
     """Put a checkout, or a folder in it, in front of ``sys.path``."""
     sys.path.insert(0, str(checkout(repository).joinpath(*below)))
-
-
-def only_known(function: Callable, **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that ``function`` takes: releases differ in a few."""
-    parameters = inspect.signature(function).parameters
-    return {key: value for key, value in arguments.items() if key in parameters}

@@ -462,6 +462,77 @@ def _():
 
 
 @row(
+    "transformers Llama whose up_proj was drawn at 1/sqrt(2 L)",
+    "package:transformers",
+    ACCEPTED,
+    sites=sites("model.layers.{}.input_layernorm model.layers.{}.post_attention_layernorm", 8),
+    why="up_proj is no residual output projection, so its owner's choice of a standard deviation stays.",
+    code=("transformers/models/llama/modeling_llama.py", "hidden_states = self.mlp(hidden_states)"),
+)
+def _():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=16,
+    ))  # fmt: skip
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(0.25)
+    return model, {"input_ids": IDS, "use_cache": False}
+
+
+@row(
+    "transformers GPT-J inside a wrapper",
+    "package:transformers",
+    ACCEPTED,
+    sites=sites("inner.transformer.h.{}.ln_1", 4),
+    why="A parallel block: attention and MLP share ln_1, and are two outputs of which one mixes positions.",
+    code=("transformers/models/gptj/modeling_gptj.py", "hidden_states = self.ln_1(hidden_states)"),
+)
+def _():
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, rotary_dim=4)
+    return Wrapper(GPTJForCausalLM(config)), IDS
+
+
+@row(
+    "transformers Phi inside a wrapper",
+    "package:transformers",
+    ACCEPTED,
+    sites=sites("inner.model.layers.{}.input_layernorm", 4),
+    why="A parallel block: attention and MLP share input_layernorm, and are two outputs of which one mixes positions.",
+    code=("transformers/models/phi/modeling_phi.py", "hidden_states = self.input_layernorm(hidden_states)"),
+)
+def _():
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return Wrapper(PhiForCausalLM(config)), IDS
+
+
+@row(
+    "transformers OPT inside a wrapper, Post-LN",
+    "package:transformers",
+    REFUSED,
+    why="Post-LN: with do_layer_norm_before=False (OPT-350m) the norms normalise the stream itself.",
+    code=("transformers/models/opt/modeling_opt.py", "if not self.do_layer_norm_before:"),
+)
+def _():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=16,
+        dropout=0.0, do_layer_norm_before=False, word_embed_proj_dim=32,
+    )  # fmt: skip
+    return Wrapper(OPTForCausalLM(config)), IDS
+
+
+@row(
     "transformers Llama inside a wrapper, generation",
     "package:transformers",
     REFUSED,
