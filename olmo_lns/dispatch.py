@@ -16,6 +16,7 @@ from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
+from olmo_lns.shadow import is_absent
 from olmo_lns.start_up import write_line
 
 __all__ = ["apply", "plain_initialization"]
@@ -104,8 +105,9 @@ def plain_initialization(target: C, *, example: Any = None) -> C:
         loses it in OLMo.
 
         The weights of a model are measured and multiplied in place, after they are drawn and before an optimizer or an
-        engine holds them. Where :func:`apply` has found the projections, the model may be sharded by ``fully_shard``
-        or DeepSpeed ZeRO-3 and compiled; call it in every process then.
+        engine holds them. If the model is sharded by ``fully_shard`` or DeepSpeed ZeRO-3, or compiled, :func:`apply`
+        or a first call of this function must have found the projections before; call it in every process then. A call
+        before the weights exist, on the meta device, finds them and changes nothing.
     :param example: as in :func:`apply`, for a model.
     :returns: ``target``.
     :raises LNSConfigError: another object, a config that built a model already or has another initialization, trained
@@ -144,7 +146,8 @@ def _make_plain(model: Any, example: Any) -> None:
             f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
             "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
         )
-    if not any(True for _ in initialization.marked(model)):
+    is_new = not any(True for _ in initialization.marked(model))
+    if is_new:
         any_model.require_unwrapped(model)
         if "transformers.modeling_utils" in modules:
             from olmo_lns.integrations.transformers.models import locate
@@ -153,6 +156,9 @@ def _make_plain(model: Any, example: Any) -> None:
         else:
             stack = any_model.find_sites(model, example)
         initialization.mark(stack.blocks, stack.projections, stack.norms)
-    line = initialization.make_plain(model)
+    if is_new and any(map(is_absent, model.parameters())):
+        line = "plain initialization: projections found; call it again in every process once the weights are drawn"
+    else:
+        line = initialization.make_plain(model)
     if os.environ.get("RANK", "0") == "0":
         write_line(line)

@@ -136,6 +136,10 @@ class Matrix:
     fans: tuple[int, int]
     is_projection: bool
 
+    def factor(self, rule: str) -> float:
+        """What the standard deviation is divided by under ``rule``."""
+        return _RULES[rule](self.number, self.n_layers)
+
     @property
     def short(self) -> str:
         """The name for a message: ``c_proj``."""
@@ -183,10 +187,13 @@ class Initialization:
 
     :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``; ``""`` for another rule or none; None if nothing was measured.
     :param stds: matrix -> its standard deviation.
+    :param scaled: names in a block of all matrices that have the factor of ``rule``: the residual output projections
+        and others, such as ``w3`` of torchtitan's feed-forward.
     """
 
     rule: str | None
     stds: Mapping[Matrix, float]
+    scaled: frozenset[str] = frozenset()
 
     @property
     def is_scaled(self) -> bool:
@@ -224,7 +231,7 @@ def measure(model: nn.Module, *, merge: bool = False) -> Initialization:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, stds)
         stds = {matrix: std for each in reversed(gathered) for matrix, std in each.items()}
-    return Initialization(_rule(stds), stds)
+    return _recognize(stds)
 
 
 def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
@@ -260,53 +267,42 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
         )
     if found.rule == "plain":
         return "plain initialization: scaled initialization was off, nothing changed"
-    after = {}
+    # A depth factor by block is unmistakable in any matrix; a constant one is a user's own choice elsewhere.
+    changed = found.scaled if found.rule == "sqrt(2l)" else {matrix.name for matrix in found.projections}
     for matrix, parameter in marked(model):
-        if matrix.is_projection:
-            _multiply(parameter, _RULES[found.rule](matrix.number, matrix.n_layers))
-    for matrix, std in found.projections.items():
-        after[matrix] = std * _RULES[found.rule](matrix.number, matrix.n_layers)
-    line = f"plain initialization: {_spread(found.projections)} -> {_spread(after)} (times {found.rule})"
-    others = {matrix: std for matrix, std in found.stds.items() if not matrix.is_projection}
-    kept = {matrix: std for matrix, std in others.items() if _has_factor(others, matrix, found.rule)}
-    if kept:
-        line += f"; unchanged, since they are no residual output projections: {_spread(kept)}"
-    return line
+        if matrix.name in changed:
+            _multiply(parameter, matrix.factor(found.rule))
+    before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
+    after = {matrix: std * matrix.factor(found.rule) for matrix, std in before.items()}
+    line = f"plain initialization: {_spread(before)} -> {_spread(after)} (times {found.rule})"
+    kept = {matrix: std for matrix, std in found.stds.items() if matrix.name in found.scaled - changed}
+    return f"{line}; unchanged, since it does not end a branch: {_spread(kept)}" if kept else line
 
 
-def _rule(stds: Mapping[Matrix, float]) -> str | None:
-    """Return the rule that explains all projections; ``""`` if there is none, None if too little was measured."""
-    projections = {matrix: std for matrix, std in stds.items() if matrix.is_projection}
-    others = {matrix: std for matrix, std in stds.items() if not matrix.is_projection}
-    if not projections or not others:
-        return None
-    if not any(projections.values()):
-        return "plain"  # they start at zero
-    ratios = []
+def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
+    """Find the rule that explains all projections, by the other matrices."""
+    if len({matrix.is_projection for matrix in stds}) < 2:
+        return Initialization(None, stds)
+    if not any(std for matrix, std in stds.items() if matrix.is_projection):
+        return Initialization("plain", stds)  # they start at zero
+    usual = []  # by size: matrix -> its standard deviation, times the root of its size, divided by that of most others
     for size in _SIZES:
-        reference = statistics.median_low(std * math.sqrt(size(*matrix.fans)) for matrix, std in others.items())
-        ratios.append(
-            {matrix: std * math.sqrt(size(*matrix.fans)) / reference for matrix, std in projections.items()}
-            if reference
-            else {}
-        )
-    for rule, factor in _RULES.items():
-        for ratio in filter(None, ratios):
-            if all(_near(value * factor(matrix.number, matrix.n_layers)) for matrix, value in ratio.items()):
-                return rule
+        sized = {matrix: std * math.sqrt(size(*matrix.fans)) for matrix, std in stds.items()}
+        reference = statistics.median_low(std for matrix, std in sized.items() if not matrix.is_projection)
+        if reference:
+            usual.append({matrix: std / reference for matrix, std in sized.items()})
+    for rule in _RULES:
+        for ratios in usual:
+            if all(_near(ratio * m.factor(rule)) for m, ratio in ratios.items() if m.is_projection):
+                unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.factor(rule))}
+                return Initialization(rule, stds, frozenset(m.name for m in stds) - unlike)
     # Every depth factor halves some projection of a model with more than one block.
-    return "plain" if any(min(ratio.values()) > 0.75 for ratio in filter(None, ratios)) else ""
+    smallest = [min(ratio for m, ratio in ratios.items() if m.is_projection) for ratios in usual]
+    return Initialization("plain" if max(smallest, default=0.0) > 0.75 else "", stds)
 
 
 def _near(ratio: float) -> bool:
     return 0.9 < ratio < 1.1
-
-
-def _has_factor(others: Mapping[Matrix, float], matrix: Matrix, rule: str) -> bool:
-    usual = statistics.median_low(others.values())
-    return _near(others[matrix] * _RULES[rule](matrix.number, matrix.n_layers) / usual) and not _near(
-        others[matrix] / usual
-    )
 
 
 def _spread(stds: Mapping[Matrix, float]) -> str:

@@ -158,7 +158,7 @@ def nanogpt(name, weight, number, n_layers):
 
 
 def torchtitan(name, weight, number, n_layers):
-    """Llama 3; its w3, which is not last in its branch, is scaled too."""
+    """Llama 3; its w3, which does not end a branch, is scaled too."""
     return 0.02 / math.sqrt(2 * number) if name in ("o", "down", "up") else 0.02
 
 
@@ -249,18 +249,18 @@ def test_apply_reports_the_initialization_and_changes_no_weight(rule, text, capf
         (
             torchtitan,
             lambda number: (2 * number) ** 0.5,
-            r"\(times sqrt\(2l\)\); unchanged, .*: up 0\.014 to 0\.005",
+            r"-> o and \w+ and \w+ 0\.02 \(times sqrt\(2l\)\)\n",
         ),
         (open_lm, lambda number: (2 * number) ** 0.5, r"\(times sqrt\(2l\)\)\n"),
     ],
 )
-def test_plain_initialization_multiplies_the_projections_and_nothing_else(rule, factor, text, applied, capfd):
+def test_plain_initialization_multiplies_what_is_scaled_and_nothing_else(rule, factor, text, applied, capfd):
     model = wide(rule)
     expected = copy.deepcopy(model)
     with torch.no_grad():
         for number, block in enumerate(expected.layers.values(), start=1):
-            block.o.weight.mul_(factor(number))
-            block.down.weight.mul_(factor(number))
+            for name in ("o", "down", "up") if rule is torchtitan else ("o", "down"):
+                getattr(block, name).weight.mul_(factor(number))
     assert olmo_lns.plain_initialization(olmo_lns.apply(model) if applied else model) is model
     assert re.search(text, line := capfd.readouterr().err), line
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
@@ -283,7 +283,6 @@ def train(model):
             lambda: train(wide(nanogpt)),
             "weights of its norm n2 are not at their start, so the model was trained before",
         ),
-        (lambda: wide(nanogpt).to("meta"), "meta"),
         (lambda: olmo_lns.apply(wide(nanogpt)).to("meta"), "found no weights to measure"),
         (lambda: nn.Linear(4, 4), "example"),
         (lambda: {"hidden_size": 4}, "found a dict. It expects a built model, or the config"),
@@ -294,23 +293,32 @@ def test_plain_initialization_refuses_what_it_does_not_recognize_and_changes_not
     before = copy.deepcopy(model.state_dict()) if isinstance(model, nn.Module) else {}
     with pytest.raises(LNSConfigError, match=message):
         olmo_lns.plain_initialization(model)
-    if "meta" not in message and before and not next(model.parameters()).is_meta:
+    if before and not next(model.parameters()).is_meta:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_weights_may_be_drawn_after_apply():
-    model = olmo_lns.apply(wide(constant))
-    later = draw(copy.deepcopy(model).to("meta").to_empty(device="cpu"), nanogpt)
+@pytest.mark.parametrize("call", [olmo_lns.apply, olmo_lns.plain_initialization])
+def test_weights_may_be_drawn_after_the_projections_are_found(call):
+    model = call(wide(constant).to("meta"))
+    later = draw(copy.deepcopy(model).to_empty(device="cpu"), nanogpt)
     assert stds(later)[0][3] == pytest.approx(0.005, rel=0.1)
     o, down, others = stds(olmo_lns.plain_initialization(later))
     assert [*o, *down] == pytest.approx([0.02] * 16, rel=0.1) and others == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_matrix_that_does_not_end_a_branch_and_was_drawn_at_a_quarter_is_named_and_left_alone(capfd):
+    model = draw(wide(nanogpt), lambda name, *rest: 0.005 if name == "k" else nanogpt(name, *rest))
+    before = model.layers["3"].k.weight.detach().clone()
+    olmo_lns.plain_initialization(model)
+    assert "unchanged, since it does not end a branch: k 0.005" in capfd.readouterr().err
+    assert torch.equal(model.layers["3"].k.weight, before)
 
 
 def sharded(rank, world, folder, kind):
     """Each process draws its shards of a model that was sharded on the meta device, then makes them plain."""
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    model = olmo_lns.apply(wide(constant)).to("meta")
+    model = olmo_lns.apply(wide(constant).to("meta"))
     for block in model.layers.values():
         fully_shard(block)
     fully_shard(model)
