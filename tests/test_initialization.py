@@ -275,6 +275,11 @@ def train(model):
     return model
 
 
+def held_by_deepspeed(model):
+    model.layers["3"].k.weight._hp_mapping = object()  # as after deepspeed.initialize
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -284,6 +289,7 @@ def train(model):
             "weights of its norm n2 are not at their start, so the model was trained before",
         ),
         (lambda: olmo_lns.apply(wide(nanogpt)).to("meta"), "found no weights to measure"),
+        (lambda: held_by_deepspeed(wide(nanogpt)), "Call it earlier"),
         (lambda: nn.Linear(4, 4), "example"),
         (lambda: {"hidden_size": 4}, "found a dict. It expects a built model, or the config"),
     ],

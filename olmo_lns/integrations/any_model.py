@@ -334,7 +334,9 @@ def _source(model: nn.Module) -> str:
 
 
 def describe_initialization(model: nn.Module, stack: Stack) -> str:
-    """Return the text of the start-up line on the initialization; ``""`` for trained weights or none."""
+    """Return the text of the start-up line on the initialization; ``""`` for trained weights."""
+    if stack.projections and any(map(shadow.is_absent, model.parameters())):
+        return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
     return "" if initialization.trained_norm(stack.norms) else str(initialization.measure(model))
 
 
@@ -351,7 +353,8 @@ def report(model: nn.Module, stack: Stack, measured: Sequence[str], initializati
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
-    measured = [*measured, "initialization"] if initialization else measured
+    if initialization and not any(map(shadow.is_absent, model.parameters())):
+        measured = [*measured, "initialization"]
     line = start_up.start_up_line(
         model, len(stack.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
