@@ -302,10 +302,18 @@ def settle_initialization(model: Any, stack: Stack, initialization: str | None) 
     Weights that the family's own initialization does not scale are left as they are.
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
+    :raises MeasurementError: a family that is known to have the factor draws by another rule.
     """
     if drawing.trained_norm(stack.norms):  # such as weights that load_state_dict filled
         return ""
     found = drawing.measure(model)
+    is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
+    if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, stack) == "":
+        raise MeasurementError(
+            f"{type(model).__name__}: found residual output projections drawn by another rule ({found.values}), "
+            "expected 1 or 1/sqrt(2L) times the others. This version of transformers draws them in another way: "
+            'apply(model, initialization="upstream") keeps that.'
+        )
     if not found.is_scaled:
         return str(found)
     if "upstream" in (initialization, getattr(model.config, "lns_initialization", "")):
