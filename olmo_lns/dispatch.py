@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from typing import Any, Sequence, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from olmo_lns import initialization, settings
+from olmo_lns import initialization, settings, sites
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import raise_on_every_rank
@@ -29,6 +28,7 @@ def apply(
     scheme: str | Scheme = "lns",
     *,
     blocks: Sequence[nn.Module] | None = None,
+    norms: Sequence[Any] | None = None,
     example: Any = None,
     trained: bool | None = None,
 ) -> Any:
@@ -36,13 +36,15 @@ def apply(
 
     Call it after the weights are set, or before they exist: while the model is on the meta device, or partitioned by
     DeepSpeed ZeRO-3. Call it before ``torch.compile``, DDP, FSDP and activation checkpointing; in a distributed launch
-    in every process. Parameters, state dict and hooks do not change. A second call with the same scheme measures the
-    model again.
+    in every process, of which the first one runs the model. Parameters and state dict do not change. A second call with
+    the same scheme measures the model again.
 
-    :param model: a model of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms
-        are modules.
+    :param model: a model of Megatron Core, OLMo or transformers, or any module with Pre-LN blocks whose norms are
+        modules.
     :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks: the blocks in order, if the model has several lists that could hold them.
+    :param norms: the norms themselves, if no module runs a block or its blocks cannot be found: for each block, in
+        order from block 1, the norms in front of attention and feed-forward, or one norm that both read.
     :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
         that runs the forward. The default is 8 random token ids.
     :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if
@@ -52,21 +54,23 @@ def apply(
     :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is
         left unchanged.
 
-    Example: ``olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))``.
+    Source: arXiv 2502.05795, section 4, for ``lns``.
+
+    Examples::
+
+        olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))
+        olmo_lns.apply(vit, norms=[(attn.norm, ff.net[0]) for attn, ff in vit.transformer.layers], example=images)
     """
     problem = None
     try:
-        _apply(model, as_scheme(scheme), blocks, example, trained)
+        _apply(model, as_scheme(scheme), blocks, norms, example, trained)
     except LNSError as error:
         problem = error
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise_on_every_rank(str(problem or ""))
-    if problem is not None:
-        raise problem
+    raise_on_every_rank(str(problem or ""), original=problem)
     return model
 
 
-def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any, trained: bool | None) -> None:
+def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
     settings.check()
     any_model.require_unwrapped(model)
     modules = [base.__module__ for base in type(model).__mro__]
@@ -79,15 +83,25 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any, trained: bool 
     elif "transformers.modeling_utils" in modules:
         from olmo_lns.integrations import transformers
 
-        transformers.apply(model, scheme, blocks=blocks, example=example, trained=trained)
+        transformers.apply(
+            model,
+            scheme,
+            blocks=blocks,
+            norms=norms,
+            example=example,
+            trained=trained,
+            locate=any_model.locate_on_first_rank,
+        )
     else:
-        if "olmo.model" in modules and blocks is None:
+        if "olmo.model" in modules and blocks is None and norms is None:
             groups = model.transformer
             groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
             blocks = [block for group in groups for block in group]
-        stack = any_model.find_sites(model, example, blocks)
-        measured = any_model.attach(model, stack, scheme, trained=trained)
-        any_model.report(model, stack, measured, any_model.describe_initialization(model, stack))
+        located = any_model.locate_on_first_rank(model, example, blocks, norms)
+        with sites.stock_on_failure(model):
+            measured = any_model.attach(model, located, scheme, trained=trained)
+            any_model.check_without_hooks(model, located, example)
+        any_model.report(model, located, measured, any_model.describe_initialization(model, located))
 
 
 def plain_initialization(target: C, *, example: Any = None) -> C:
@@ -152,10 +166,10 @@ def _make_plain(model: Any, example: Any) -> None:
         if "transformers.modeling_utils" in modules:
             from olmo_lns.integrations.transformers.models import locate
 
-            stack = locate(model, example)
+            located = locate(model, example)
         else:
-            stack = any_model.find_sites(model, example)
-        initialization.mark(stack.blocks, stack.projections, stack.norms)
+            located = any_model.locate(model, example)
+        initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
     if is_new and any(map(is_absent, model.parameters())):
         line = "plain initialization: projections found; call it again in every process once the weights are drawn"
     else:

@@ -1,8 +1,11 @@
 """Measure a built model: find the Pre-LN sites of a block by running a copy of the block.
 
 A block is Pre-LN in the norms S if, with the outputs of S held fixed, block(x) - x and the input of each norm of S
-minus x are the same for every x: the branches read the stream through S and nothing else. S is made minimal, which
-excludes norms of queries, keys or latents. The probe does not depend on the model's family.
+minus x are the same for every x: the branches read the stream through S and nothing else. S is made minimal from its
+end, which excludes norms of queries, keys or latents. The probe does not depend on the model's family.
+
+It refuses what holding S would pass as well: a branch that ends in another norm, be it a module or a function
+(Sandwich-LN), a block with a second stream, and a sub-layer that is no whole block.
 
 A block is measured on a copy in fp32 and eval mode with random parameters: a gate or an output projection that starts
 at zero would hide its branch.
@@ -18,6 +21,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import residual_projections
@@ -27,9 +31,13 @@ from olmo_lns.shadow import RandomWeights, is_absent
 __all__ = [
     "BlockSites",
     "Call",
+    "Replay",
     "hooks",
+    "is_leaf",
+    "looks_like_norm",
     "pre_ln_sites",
     "random_copy",
+    "replace_first",
     "stream_of",
 ]
 
@@ -44,11 +52,16 @@ SAME_HALF = 0.02
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a block. :param place: position or keyword of the stream among the arguments."""
+    """The arguments of one call of a block.
+
+    :param place: position or keyword of the stream among the arguments.
+    :param summed: the block returns its stream in several parts, such as (hidden, residual), whose sum is the stream.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     place: int | str
+    summed: bool = False
 
     @property
     def stream(self) -> torch.Tensor:
@@ -66,7 +79,20 @@ class Call:
             raise _NotPreLN(
                 f"its output is a {type(output).__name__}, expected a tensor or a tuple that starts with one"
             )
+        if self.summed:
+            parts = [part for part in tree_leaves(output) if torch.is_tensor(part) and part.shape == x.shape]
+            return torch.stack(parts).sum(0)
         return after
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors among the arguments, also those in lists, tuples and dicts."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if torch.is_tensor(leaf)]
+
+    def with_tensor(self, index: int, value: torch.Tensor) -> Call:
+        """Return the call with another tensor in place of ``tensors()[index]``."""
+        replaced = self.tensors()[index]
+        args, kwargs = tree_map(lambda leaf: value if leaf is replaced else leaf, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True)
@@ -74,18 +100,25 @@ class BlockSites:
     """The Pre-LN sites of a block.
 
     :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
-    :param cancelled: norms whose factor a later norm cancels. :param random_copy: the copy that was run.
+    :param cancelled: norms whose factor a later norm cancels.
+    :param partly_cancelled: norms whose factor a later norm cancels in a part of the branch.
     :param projections: the residual output projections, as from :func:`olmo_lns.initialization.residual_projections`.
+    :param replay: the copy that was run, with the call.
     """
 
     names: tuple[str, ...]
-    cancelled: tuple[str, ...]
-    random_copy: nn.Module = field(repr=False, compare=False)
+    cancelled: tuple[str, ...] = ()
+    partly_cancelled: tuple[str, ...] = ()
     projections: Mapping[str, int] = field(default_factory=dict)
+    replay: Replay = field(repr=False, compare=False, kw_only=True)
 
 
 class _NotPreLN(Exception):
-    """The reason why a block is not Pre-LN."""
+    """The reason why a block is not Pre-LN. :param curable: the owner of the model can name the norms."""
+
+    def __init__(self, reason: str, *, curable: bool = False) -> None:
+        super().__init__(reason)
+        self.curable = curable
 
 
 def stream_of(output: Any) -> torch.Tensor | None:
@@ -112,6 +145,8 @@ def pre_ln_sites(
     where: str = "block 1",
     names: tuple[str, ...] | None = None,
     like: BlockSites | None = None,
+    given: bool = False,
+    advice: str = "",
     weights: RandomWeights | None = None,
 ) -> BlockSites:
     """Find the norms through which ``block`` reads its stream, by running a copy of the block.
@@ -119,9 +154,11 @@ def pre_ln_sites(
     :param block: called as block(x, …); its weights may have any floating dtype, not on the meta device.
     :param call: arguments of the block in a real forward.
     :param names: expected norms, to be confirmed.
-    :param like: result for a block built alike, to be confirmed, since a block may depend on its number. The copy takes
-        the random parameters of ``like.random_copy``.
+    :param like: result for a block built alike. One run in each mode, with the same random parameters and the same
+        outputs of the norms, confirms it; a block that gives something else is probed by itself.
+    :param given: ``names`` are the owner's: only check that the block reads its stream through them.
     :param weights: memory of the random parameters, which the copies of several blocks share.
+    :param advice: added to a refusal that the owner can cure by giving the norms.
     :raises LNSConfigError: the block is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
@@ -129,27 +166,32 @@ def pre_ln_sites(
     for a Llama.
     """
     problem: Exception | None = None
-    expected, parameters_of = (names, None) if like is None else (like.names, like.random_copy)
-    cancelled = None if like is None else like.cancelled
-    for dtype in (torch.float32, torch.bfloat16):  # some kernels accept half precision only
+    parameters_of = None if like is None else like.replay.block
+    dtypes = (torch.float32, torch.bfloat16) if like is None else (like.replay.dtype,)
+    for dtype in dtypes:  # some kernels accept half precision only
         try:
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                replay = _Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype)
-                found = replay.sites(expected, cancelled)
-                if like is not None:
-                    return replace(found, projections=like.projections)
-                return replace(found, projections=residual_projections(replay.block, replay.moved, replay.same))
+                replay = Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype)
+                if like is not None and replay.equals(like):
+                    return like
+                found = replay.given_sites(names or ()) if given else replay.sites(like.names if like else names)
+                projections = (
+                    like.projections if like else residual_projections(replay.block, replay.moved, replay.same)
+                )
+                return replace(found, projections=projections)
         except _NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
                 "read the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
+                + (f" {advice}" if advice and reason.curable else "")
             ) from None
         except Exception as error:
             problem = problem or error
     raise MeasurementError(
         f"{where} ({type(block).__name__}) could not be run a second time ({type(problem).__name__}: {problem}). "
-        "Expected a forward without caches that other calls share; give an example= that uses none."
+        "Expected a forward without caches that other calls share; give an example= that uses none. "
+        f"{advice}"
     ) from problem
 
 
@@ -181,175 +223,379 @@ def _cast(call: Call, dtype: torch.dtype) -> Call:
             return type(value)(map(cast, value))
         return value
 
-    return Call(tuple(map(cast, call.args)), {key: cast(value) for key, value in call.kwargs.items()}, call.place)
+    kwargs = {key: cast(value) for key, value in call.kwargs.items()}
+    return replace(call, args=tuple(map(cast, call.args)), kwargs=kwargs)
 
 
-class _Replay:
-    """A block that runs repeatedly, with the outputs of its sites held fixed and those of other modules changed."""
+def looks_like_norm(module: nn.Module) -> bool:
+    """Return true for a module that may be a norm: its class says so, and all its weights are vectors."""
+    name = type(module).__name__.lower()
+    return is_leaf(module) and ("norm" in name or name.startswith("ln")) and _has_vectors_only(module)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return true for a module whose children, such as a dropout, have no parameters."""
+    return not any(list(child.parameters()) for child in module.children())
+
+
+def _has_vectors_only(module: nn.Module) -> bool:
+    return all(p.numel() == max(p.shape, default=1) for p in module.parameters())
+
+
+class Replay:
+    """A block that runs repeatedly, with the outputs of norms held fixed and those of other modules changed.
+
+    :param block: the copy, which is run. :param call: the other arguments. :param names: the sites, once found.
+    """
 
     def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype) -> None:
-        self.block, self.call = block, call
+        self.block, self.call, self.dtype = block, call, dtype
         self.same = SAME if dtype == torch.float32 else SAME_HALF
-        generator = torch.Generator().manual_seed(2)
-        shape, device = call.stream.shape, call.stream.device
-
-        def draw() -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
-        self.x, self.other = draw(), 3.0 * draw()
-        self.norms = self._norms()
-        self.held = {name: draw() for name in self.norms}
+        #: Relative difference below which rows have one size.
+        self.same_size = 3e-3 if dtype == torch.float32 else SAME_HALF
+        self._generator = torch.Generator().manual_seed(2)
+        self.x, self.other = self.draw(call.stream), 3.0 * self.draw(call.stream)
+        #: The norms of the block in running order: those of the stream's size, and all.
+        self.norms: dict[str, nn.Module] = {}
+        self.all_norms: dict[str, nn.Module] = {}
+        #: Fixed outputs of the norms.
+        self.held: dict[str, torch.Tensor] = {}
+        self._find_norms()
         self.names: tuple[str, ...] = ()
 
-    def _norms(self) -> dict[str, nn.Module]:
-        """Find the norms of the stream's shape that ran once, by their invariance to the size of the input."""
+    def draw(self, like: torch.Tensor) -> torch.Tensor:
+        """Return random numbers, the same for each block of a structure."""
+        numbers = torch.randn(like.shape, generator=self._generator, device="cpu")
+        return numbers.to(like.device, self.dtype)
+
+    def _find_norms(self) -> None:
+        """Find the norms by their invariance to the size of the input."""
         calls_by_name: dict[str, list[tuple[Any, Any, Any]]] = {}
-        leaves = {}
-        for name, module in self.block.named_modules():
-            # A norm may hold a dropout: a child without parameters.
-            if name and not any(list(child.parameters()) for child in module.children()):
-                leaves[name] = module
+        leaves = {
+            name: module
+            for name, module in self.block.named_modules()
+            if name and is_leaf(module) and _has_vectors_only(module)
+        }
 
         def note(name: str) -> _Hook:
             return lambda _, args, kwargs, output: calls_by_name.setdefault(name, []).append((args, kwargs, output))
 
         with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
             self.call.replay(self.block, self.x)
-        norms = {}
         for name, norm_calls in calls_by_name.items():
             args, kwargs, output = norm_calls[0]
             y = first_output(output)
             if not torch.is_tensor(y) or not torch.is_tensor(_norm_input(args, kwargs)) or not y.dim():
                 continue
-            has_stream_shape = y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel()
-            if has_stream_shape and _is_norm(leaves[name], args, kwargs):
+            if not _is_norm(leaves[name], args, kwargs):
+                continue
+            if y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel():
                 if len(norm_calls) > 1:
                     raise _NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
-                norms[name] = leaves[name]
-        return norms
+                self.norms[name] = leaves[name]
+            if len(norm_calls) == 1:
+                self.all_norms[name], self.held[name] = leaves[name], self.draw(y)
 
     def run(
-        self, x: torch.Tensor, names: Sequence[str], changes: Mapping[nn.Module, _Change] | None = None
+        self,
+        x: torch.Tensor,
+        names: Sequence[str],
+        changes: Mapping[nn.Module, _Change] | None = None,
+        *,
+        call: Call | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return ``block(x) - x`` with the outputs of these norms held, and the input of each norm minus x.
 
         :param changes: module -> the change of its output; for a held norm, of the held output.
+        :param call: other arguments than in the model's forward.
         """
         inputs: dict[str, torch.Tensor] = {}
 
         def hold(name: str) -> _Hook:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                inputs[name] = (_norm_input(args, kwargs).detach().reshape(x.shape) - x).double()
-                return _replace_first(output, self.held[name].reshape(first_output(output).shape))
+                value = _norm_input(args, kwargs).detach().double()
+                inputs[name] = value.reshape(x.shape) - x.double() if name in self.norms else value
+                return replace_first(output, self.held[name].reshape(first_output(output).shape))
 
             return hook
 
         def change(function: _Change) -> _Hook:
-            return lambda module, args, output: _replace_first(output, function(first_output(output)))
+            return lambda module, args, output: replace_first(output, function(first_output(output)))
 
-        handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
+        handles = [self.all_norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
         with hooks(handles):
-            moved = self.call.replay(self.block, x).detach().double() - x.double()
+            moved = (call or self.call).replay(self.block, x).detach().double() - x.double()
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
-    def constant(self, names: Sequence[str]) -> bool:
-        """Return true if, with these norms held, block(x) - x and each norm's input minus x do not depend on x."""
+    def constant(self, names: Sequence[str], *, inner: bool = False) -> bool:
+        """Return true if, with these norms held, block(x) - x and each norm's input minus x do not depend on x.
+
+        :param inner: some of the norms may be inside of a branch, so that their input itself does not depend on x.
+        """
         (moved, inputs), (other_moved, other_inputs) = self.run(self.x, names), self.run(self.other, names)
+        streams = self.x.double(), self.other.double()
+        return self._equal(moved, other_moved) and all(
+            self._equal(a, b) or (inner and self._equal(a + streams[0], b + streams[1]))
+            for a, b in zip(inputs, other_inputs, strict=True)
+        )
+
+    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         scale = self.other.double().norm()
-        pairs = [(moved, other_moved), *zip(inputs, other_inputs, strict=True)]
-        return all(float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale) for a, b in pairs)
+        return a.shape == b.shape and float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale)
 
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
         """Return the change of the block's output for changed outputs of these modules, with the sites held."""
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _roll_channels))[0] - self.rest
 
+    @property
+    def rest(self) -> torch.Tensor:
+        """``block(x) - x`` with the sites held."""
+        if not hasattr(self, "_rest"):
+            self._rest = self.moved()
+        return self._rest
+
     def moved(self) -> torch.Tensor:
-        """Return block(x) - x with the sites held."""
+        """Return block(x) - x with the sites held, computed anew."""
         return self.run(self.x, self.names)[0]
 
-    def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> BlockSites:
-        """Find the sites. :param known: expected names. :param cancelled: cancelled norms of a block built alike."""
+    def equals(self, like: BlockSites) -> bool:
+        """Return true if this block computes what a block built alike does, in eval and in training mode."""
+        if self.norms.keys() != like.replay.norms.keys():
+            return False
+        self.held, self.x, self.names = like.replay.held, like.replay.x, like.names
+        for trains in (False, True):
+            with self._training(trains), like.replay._training(trains):
+                (moved, inputs), (expected, expected_inputs) = (
+                    each.run(self.x, self.names) for each in (self, like.replay)
+                )
+            pairs = zip((moved, *inputs), (expected, *expected_inputs), strict=False)
+            if len(inputs) != len(expected_inputs) or not all(self._equal(a, b) for a, b in pairs):
+                return False
+        return True
+
+    @contextmanager
+    def _training(self, trains: bool) -> Iterator[None]:
+        """Set the mode of the copy, without dropout, and gradients, temporarily."""
+        for module in self.block.modules():
+            module.training = trains and not isinstance(module, nn.modules.dropout._DropoutNd)
+        try:
+            with torch.set_grad_enabled(trains):
+                yield
+        finally:
+            self.block.eval()
+
+    def given_sites(self, names: tuple[str, ...]) -> BlockSites:
+        """Check that the block reads its stream through the owner's norms and nowhere else."""
+        if missing := [name for name in names if name not in self.norms]:
+            raise _NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream")
+        self.names = names
+        if not self.constant(names):
+            self.call = replace(self.call, summed=True)
+        if not self.constant(names):
+            raise _NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")
+        for name in names:
+            if float(self.effect(self.norms[name]).norm()) < self.same * float(self.rest.norm()):
+                raise _NotPreLN(f"nothing reads its norm {name}, given by norms=")
+        self._check_training()
+        return self._result()
+
+    def sites(self, known: tuple[str, ...] | None) -> BlockSites:
+        """Find the sites. :param known: expected names."""
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
         if known is not None and not self.norms.keys() >= set(known):
             raise _NotPreLN(f"found {', '.join(self.norms)}, expected {', '.join(known)} as in a block built alike")
-        # The smallest set excludes norms of queries and keys.
-        sets = (names for count in (1, 2, 3) for names in itertools.combinations(self.norms, count))
-        self.names = next(filter(self.constant, sets if known is None else [known]), ())
-        if not self.names:
+        names = list(known or self.norms)
+        if not self.constant(names, inner=known is None):
             raise _NotPreLN(
-                f"its norms {', '.join(self.norms)}, held fixed, do not separate its branches from the stream"
+                f"its norms {', '.join(self.norms)}, held fixed, do not separate its branches from the stream",
+                curable=True,
             )
-        self.rest = self.run(self.x, self.names)[0]
+        if known is None:
+            # From the end: a norm behind another one of the set, as of queries and keys, or on a branch, is left out.
+            for name in reversed(self.norms):
+                without = [other for other in names if other != name]
+                if without and self.constant(without, inner=True):
+                    names = without
+        self.names = tuple(names)
+        if not self.constant(names):
+            raise _NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
         self._check(" and ".join(self.names))
-        if cancelled is None:
-            cancelled = tuple(filter(self._is_cancelled, self.names))
-        return BlockSites(self.names, cancelled, self.block)
+        return self._result()
+
+    def _result(self) -> BlockSites:
+        shares = {name: self._moved_share(name) for name in self.names}
+        return BlockSites(
+            self.names,
+            tuple(name for name, share in shares.items() if share < 0.01),
+            tuple(name for name, share in shares.items() if 0.01 <= share < 0.25),
+            replay=self,
+        )
 
     def _check(self, site_names: str) -> None:
         """Check the sites.
 
-        :raises _NotPreLN: a site without effect, another norm on a branch, or a number of branches other than two.
+        :raises _NotPreLN: a site without effect, another norm on a branch, a second stream, or a number of branches
+            other than two.
         """
         single_effects = [self.effect(self.norms[name]) for name in self.names]
         for name, effect in zip(self.names, single_effects, strict=True):
             if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
+        if len(self.names) > 2:
+            raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
+        self._check_one_stream(site_names)
         for name in self.norms.keys() - set(self.names):
             moved = self.effect(self.norms[name], change=_raise_first_channel)
             if float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm()):
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
-        if len(self.names) > 2:
-            raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
-        if self._branches(single_effects) < 2:
-            raise _NotPreLN(f"it has one branch, after {site_names}; expected attention and feed-forward")
-        for module in self.block.modules():
-            module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
-        with torch.enable_grad():
-            trains = self.constant(self.names)
-        self.block.eval()
-        if not trains:
-            raise _NotPreLN(f"in training mode its branches bypass {site_names}")
-
-    def _is_cancelled(self, name: str) -> bool:
-        """Return true if 64 and 128 times the norm's output give the same branch, because of a later norm."""
-        zero, small, large = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 64.0, 128.0))  # type: ignore[misc]
-        return float((large - small).norm()) < 0.05 * float((small - zero).norm())
-
-    def _branches(self, single_effects: Sequence[torch.Tensor]) -> int:
-        """Count the branches: two modules are in different branches if their effects add.
-
-        The modules are the sites, or the children that read the only site. Within a branch, as for queries, keys and
-        values, effects do not add.
-
-        :param single_effects: effect of each site.
-        """
-        modules = [self.norms[name] for name in self.names]
-        if len(modules) == 1:
-            modules = self._readers(self.names[0])
-            single_effects = [self.effect(unit) for unit in modules]
-        branch = list(range(len(modules)))
-        for i, j in itertools.combinations(range(len(modules)), 2):
-            together = self.effect(modules[i], modules[j]) - single_effects[i] - single_effects[j]
+        for name in self.names:
+            if self._ends_in_function(name):
+                raise _NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
+        if len(self.names) == 2:
+            together = self.effect(*(self.norms[name] for name in self.names)) - sum(single_effects)
             if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
-                branch = [branch[i] if label == branch[j] else label for label in branch]
-        return len(set(branch))
+                raise _NotPreLN(f"it has one branch, after {site_names}; expected attention and feed-forward")
+        elif not self._has_both_branches():
+            raise _NotPreLN(
+                f"it has one branch, after {site_names}; expected attention and feed-forward, one of which mixes "
+                "positions",
+                curable=True,
+            )
+        self._check_training()
 
-    def _readers(self, name: str) -> list[nn.Module]:
-        """Return the children of the block that read the norm's output."""
-        norm_output = self.held[name]
-        readers: dict[nn.Module, None] = {}
+    def _check_training(self) -> None:
+        """Check training mode. :raises _NotPreLN: the block bypasses its norms there."""
+        with self._training(True):
+            trains = self.constant(self.names)
+        if not trains:
+            raise _NotPreLN(f"in training mode its branches bypass {' and '.join(self.names)}")
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.numel() == norm_output.numel()]
-            if any(torch.equal(t.reshape(norm_output.shape), norm_output) for t in tensors):
-                readers[module] = None
+    def _check_one_stream(self, site_names: str) -> None:
+        """Refuse a second stream.
 
-        children = [child for child in self.block.children() if child is not self.norms[name]]
-        with hooks(child.register_forward_pre_hook(note, with_kwargs=True) for child in children):
-            self.run(self.x, [name])
-        return list(readers)
+        A norm outside the sites reads another stream if its input does not depend on the sites, or if it is another
+        argument of the block, up to something that does not depend on that argument.
+
+        :raises _NotPreLN: the name of the norm.
+        """
+        outside = [name for name in self.all_norms if name not in self.names]
+        if not outside:
+            return
+        changed_sites = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
+        still, moved = self._free_inputs(outside, {}), self._free_inputs(outside, changed_sites)
+        suspects = {name for name in still.keys() & moved.keys() if self._equal(still[name], moved[name])}
+        names = [*self.names, *outside]
+        for index, tensor in enumerate(self.call.tensors()):
+            if not tensor.is_floating_point() or tensor.dim() < 2 or tensor is self.call.stream:
+                continue
+            values = [tensor, tensor + 3.0 * self.draw(tensor)]
+            try:
+                runs = [self.run(self.x, names, call=self.call.with_tensor(index, value))[1] for value in values]
+            except Exception:  # no stream: an argument that cannot have other values
+                continue
+            for name, *inputs in zip(names, *runs, strict=True):
+                if name not in outside or inputs[0].numel() != tensor.numel() or self._equal(*inputs):
+                    continue
+                rests = [y.flatten() - value.double().flatten() for y, value in zip(inputs, values, strict=True)]
+                suspects |= {name} if self._equal(*rests) else set()
+        if suspects:
+            names_found = ", ".join(name for name in outside if name in suspects)
+            raise _NotPreLN(f"it has two streams: its norm {names_found} reads another one than {site_names}")
+
+    def _free_inputs(self, names: Sequence[str], changes: Mapping[nn.Module, _Change]) -> dict[str, torch.Tensor]:
+        """Return the inputs of norms while only the sites are held."""
+        found: dict[str, torch.Tensor] = {}
+
+        def note(name: str) -> _Hook:
+            return lambda module, args, kwargs: found.update({name: _norm_input(args, kwargs).detach().double()})
+
+        with hooks(self.all_norms[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names):
+            self.run(self.x, self.names, changes)
+        return found
+
+    def _moved_share(self, name: str) -> float:
+        """Return the change of a branch for half of the norm's output, relative to the branch: 0 if it is cancelled."""
+        zero, half, whole = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 0.5, 1.0))  # type: ignore[misc]
+        return float((whole - half).norm()) / max(float((whole - zero).norm()), 1e-30)
+
+    def _ends_in_function(self, name: str) -> bool:
+        """Return true if the rows of the branch's output have one size, whatever the norm gives.
+
+        Biases are 0 and gains are 1 meanwhile: a gain would change the sizes of rows, a bias the branch of zeros.
+        """
+        saved = {parameter: parameter.data for parameter in self.block.parameters()}
+        for full_name, parameter in self.block.named_parameters():
+            if parameter.numel() == max(parameter.shape, default=1):
+                fill = 0.0 if full_name.endswith("bias") else 1.0
+                parameter.data = torch.full_like(parameter, fill)
+        try:
+            norm = self.norms[name]
+            rows = torch.arange(1.0, 1.0 + self.x.shape[-2], device=self.x.device, dtype=self.dtype)[:, None]
+            zero, *moved = (
+                self.run(self.x, self.names, {norm: change})[0]
+                for change in (
+                    torch.zeros_like,
+                    lambda y: y,
+                    lambda y: rows * y.roll(1, -1),
+                    lambda y: 3.0 * y.roll(2, -1),
+                )
+            )
+        finally:
+            for parameter, data in saved.items():
+                parameter.data = data
+        branch = torch.stack([each - zero for each in moved])
+        # By position, by position of images, and by example.
+        views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, branch.flatten(2)]
+        for view in views:
+            sizes = view.norm(dim=-1)
+            if float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + self.same_size:
+                return True
+        return False
+
+    def _has_both_branches(self) -> bool:
+        """Return true if one output that is added to the stream mixes positions, and another one does not."""
+        (name,) = self.names
+        here = torch.zeros_like(self.x)
+        (here[0, :, 0, 0] if here.dim() == 4 else here.view(-1, here.shape[-1])[0]).fill_(1.0)
+        modules = [module for module in self.block.modules() if module not in (self.block, *self.all_norms.values())]
+        change = {self.norms[name]: lambda y: y + here.reshape(y.shape) * (1.0 + y.roll(1, -1))}
+        before, after = self._outputs(modules, {}), self._outputs(modules, change)
+        mixing: list[nn.Module] = []
+        others: list[nn.Module] = []
+        for module in [module for module in before if module in after and self._is_added(module)]:
+            moved = (after[module] - before[module]).reshape(self.x.shape)
+            inside, outside = float((moved * here).norm()), float((moved * (1 - here)).norm())
+            if inside + outside > 0:
+                (mixing if outside > 1e-6 * (inside + outside) else others).append(module)
+        # Another branch: it moves the block while the output that mixes positions is held.
+        for first, second in itertools.product(mixing, others):
+            held = {first: torch.zeros_like}
+            pair = [self.run(self.x, self.names, {**held, **more})[0] for more in ({}, {second: _roll_channels})]
+            if not self._equal(*pair):
+                return True
+        return False
+
+    def _outputs(
+        self, modules: Iterable[nn.Module], changes: Mapping[nn.Module, _Change]
+    ) -> dict[nn.Module, torch.Tensor]:
+        """Return the outputs of those modules that ran once and whose output has the stream's size."""
+        outputs: dict[nn.Module, list[torch.Tensor]] = {}
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            y = first_output(output)
+            if torch.is_tensor(y) and y.numel() == self.x.numel() and y.shape[-1] == self.x.shape[-1]:
+                outputs.setdefault(module, []).append(y.detach().double())
+
+        with hooks(module.register_forward_hook(note) for module in modules):
+            self.run(self.x, self.names, changes)
+        return {module: found[0] for module, found in outputs.items() if len(found) == 1}
+
+    def _is_added(self, module: nn.Module) -> bool:
+        """Return true if a change of one channel of the module's output changes that channel of the block only."""
+        moved = self.effect(module, change=_raise_first_channel)
+        return float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm())
 
 
 def _roll_channels(y: torch.Tensor) -> torch.Tensor:
@@ -361,7 +607,7 @@ def _raise_first_channel(y: torch.Tensor) -> torch.Tensor:
     return y + torch.eye(1, y.shape[-1], dtype=y.dtype, device=y.device)[0]
 
 
-def _replace_first(output: Any, value: Any) -> Any:
+def replace_first(output: Any, value: Any) -> Any:
     """Return a module's output with another first tensor."""
     return (value, *output[1:]) if isinstance(output, tuple) else value
 

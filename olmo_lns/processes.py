@@ -67,10 +67,11 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def raise_on_every_rank(problem: str) -> None:
+def raise_on_every_rank(problem: str, *, original: Exception | None = None) -> None:
     """Raise on every process of a launch if one of them has a problem, before the next collective runs.
 
     :param problem: this process's problem, or ``""``. Every process of the launch must call this function.
+    :param original: the error of this process, which is raised itself where there is one process.
     :raises MeasurementError: the problems with their ranks.
     """
     import torch.distributed as dist
@@ -79,6 +80,8 @@ def raise_on_every_rank(problem: str) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
+    elif original is not None:
+        raise original
     if ranks := {text: rank for rank, text in enumerate(problems) if text}:
         raise MeasurementError(
             "; ".join(f"rank {rank}: {text}" for text, rank in sorted(ranks.items(), key=lambda p: p[1]))

@@ -55,14 +55,25 @@ class Response:
         return ""
 
 
-def response(module: nn.Module, width: int) -> Response:
+def response(module: nn.Module, width: int, shape: tuple[int, ...] = ()) -> Response:
     """Run a norm on random rows with random parameters, forward and backward.
 
     The module's parameters are neither read nor changed, and may be on the meta device or hold ``main_grad``.
 
     :param width: the hidden size; x is (6, 3, width), in the parameters' dtype and on their device: two of ordinary
         rows, two of small ones, which show eps, two with one massive channel, which show a clamp.
+    :param shape: shape of an input that the norm saw, batch first. It is used, with a batch of 6, where the norm does
+        not take rows, as a GroupNorm of (batch, channels, height, width).
     """
+    if shape:
+        try:
+            return response(module, width)
+        except Exception:
+            return _response(module, (6, *shape[1:]))
+    return _response(module, (6, 3, width))
+
+
+def _response(module: nn.Module, shape: tuple[int, ...]) -> Response:
     parameters = dict(module.named_parameters())
     device, dtype = next(((p.device, p.dtype) for p in parameters.values()), (torch.device("cpu"), torch.float32))
     if device.type == "meta":
@@ -77,9 +88,9 @@ def response(module: nn.Module, width: int) -> Response:
     }
     values |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
     with torch.enable_grad():
-        x = torch.randn((6, 3, width), generator=generator, device="cpu")
+        x = torch.randn(shape, generator=generator, device="cpu")
         x[2:4] *= 1e-3
-        x[4:, :, 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
+        x[4:, ..., 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
         x = x.to(device, dtype).requires_grad_()
         output = first_output(torch.func.functional_call(module, values, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)

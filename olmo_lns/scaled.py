@@ -128,6 +128,7 @@ def scale(
     *,
     where: object,
     width: int,
+    shape: tuple[int, ...] = (),
     folded: type | None = None,
     form: Plan = Scaled.lns_form,
     field: str = Scaled.lns_field,
@@ -136,6 +137,7 @@ def scale(
     """Multiply the output of ``module`` by ``factor``, in place, and measure it against the output before.
 
     :param where: site of the module, for the message. :param width: the hidden size.
+    :param shape: shape of an input that the module saw, for norms that do not take rows of ``width`` channels.
     :param folded: mixin with the factor in its arithmetic, for a known class of ``module``. It is used if the module's
         forward is not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
     :param form: the plan without this factor. :param field: the factor's name in the plan.
@@ -144,7 +146,7 @@ def scale(
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
-    respond = respond or functools.partial(response, width=width)
+    respond = respond or functools.partial(response, width=width, shape=shape)
     stock: Any = type(module)
     try:
         stock_response, problem = respond(module), ""
@@ -173,6 +175,18 @@ def scale(
     )
 
 
+def forbid_fused_kernels(module: Any) -> None:
+    """Keep PyTorch from kernels that read the weights of a norm instead of calling it, by a hook that changes nothing.
+
+    ``nn.TransformerEncoderLayer`` uses such a kernel in eval mode without gradients, unless a module in it has a hook.
+    """
+    module.register_forward_pre_hook(_change_nothing)
+
+
+def _change_nothing(module: Any, args: Any) -> None:
+    """A forward pre-hook, of this module so that a copied or pickled model keeps it."""
+
+
 def restore_class(module: Any, stock: type, forward: Any) -> None:
     """Give a scaled module its stock class and its former forward (None: the class's own) back."""
     module.__class__ = stock
@@ -180,6 +194,9 @@ def restore_class(module: Any, stock: type, forward: Any) -> None:
         delattr(module, name)
     if forward is not None:
         module.forward = forward
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _change_nothing]:
+        del hooks[key]
 
 
 def _has_same_arity(stock: Any, folded: Any) -> bool:

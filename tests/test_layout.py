@@ -25,6 +25,8 @@ ORDER = [
     ("folding", "start_up"),
     ("sites",),
     ("scaled",),
+    ("given_norms",),
+    ("trace",),
     ("probe", "record", "hook"),
     ("response", "initialization", "shadow"),
     ("norm", "gains", "arms"),

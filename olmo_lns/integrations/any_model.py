@@ -6,19 +6,26 @@ The blocks must be Pre-LN and the norms must be modules.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+import re
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from olmo_lns import initialization, probe, record, shadow, sites, start_up
-from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.response import response
-from olmo_lns.scaled import Scaled, scale
+from olmo_lns import given_norms, initialization, probe, record, shadow, sites, start_up, trace
+from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
+from olmo_lns.response import first_output, response
+from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
+
+#: Norm -> the mixin for its arithmetic, None if that is unknown.
+Folded = Callable[[nn.Module], "type | None"]
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
 _WRAPPERS = {
@@ -28,29 +35,42 @@ _WRAPPERS = {
 
 
 @dataclass(frozen=True)
-class Stack:
-    """The blocks of a model and the norms in front of their branches.
+class Located:
+    """The norms in front of the branches of a model, by their names, so that another process or a copy finds them.
 
-    :param path: path of the list in the model, ``""`` for given blocks. :param width: the hidden size.
-    :param names: names of the norms of each block: attention's and feed-forward's, or one that both read.
-    :param cancelled: norms whose factor a later norm cancels.
+    :param path: name of the list of blocks, ``""`` for given blocks or norms.
+    :param blocks: name of each block, ``""`` where no module runs one.
+    :param norms: names of each block's norms: attention's and feed-forward's, or one that both read.
+    :param shapes: shape of the input of each block's norms. :param width: the hidden size, of block 1.
+    :param cancelled: norms whose factor a later norm cancels. :param partly_cancelled: the same, in a part.
+    :param hooked: norms that need a hook, without which PyTorch runs a fused kernel on their weights.
+    :param left: parts of the model that the example did not run. :param given: the owner gave the norms.
     :param projections: the residual output projections of each block; empty if they were not looked for.
     """
 
     path: str
-    blocks: list[nn.Module]
-    names: list[tuple[str, ...]]
-    width: int
+    blocks: tuple[str, ...]
+    norms: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    width: int = 0
     cancelled: tuple[str, ...] = ()
-    projections: Sequence[Mapping[str, int]] = ()
+    partly_cancelled: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    given: bool = False
+    projections: tuple[Mapping[str, int], ...] = ()
 
-    @property
-    def norms(self) -> dict[str, list[nn.Module]]:
-        """Name in the block -> that norm in all blocks."""
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a model, or, where no module runs one, the modules that hold its first norm."""
+        names = zip(self.blocks, self.norms, strict=True)
+        return [model.get_submodule(block or norms[0].rpartition(".")[0]) for block, norms in names]
+
+    def norms_of(self, model: nn.Module) -> dict[str, list[nn.Module]]:
+        """Return the norms of a model: name of the norm without numbers -> that norm in all blocks."""
         norms: dict[str, list[nn.Module]] = {}
-        for block, names in zip(self.blocks, self.names, strict=True):
+        for names in self.norms:
             for name in names:
-                norms.setdefault(name, []).append(block.get_submodule(name))
+                norms.setdefault(re.sub(r"\d+", "#", name), []).append(model.get_submodule(name))
         return norms
 
 
@@ -119,106 +139,155 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
-    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
-    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    stream = probe.stream_of(output)
-    for key, value in arguments:
-        is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
-        if is_matrix and (stream is None or stream.shape == value.shape):
-            return probe.Call(tuple(args), dict(kwargs), key)
-    return None
+def locate(
+    model: nn.Module,
+    example: Any = None,
+    blocks: Sequence[nn.Module] | None = None,
+    norms: Sequence[Any] | None = None,
+    *,
+    folded: Folded = lambda norm: None,
+) -> Located:
+    """Find the norms of a model: run the model once, then one block of each structure repeatedly.
 
+    A model whose weights do not exist yet is run on a shadow (:mod:`olmo_lns.shadow`).
 
-class Forward(NamedTuple):
-    """One forward of a model.
-
-    :param name: name of the list of blocks, ``""`` for given blocks. :param calls: the call of each block.
-    :param runs: module -> the number of its runs.
-    """
-
-    name: str
-    blocks: list[nn.Module]
-    calls: list[probe.Call]
-    runs: Mapping[nn.Module, int]
-
-
-def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Forward:
-    """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
-
-    :param run: runs one forward of the model.
+    :param example: as for :func:`olmo_lns.apply`.
     :param blocks: the blocks, if they are known.
-    :raises LNSConfigError: no such list, or several.
+    :param norms: pairs of norms, or one shared norm, in order from block 1, if the owner of the model gives them.
+    :param folded: as in :func:`attach`.
+    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
     """
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
-    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
-    modules = {module for listed in lists.values() for module in listed}
-    candidates = {module for module in modules if any(module.children()) and list(module.parameters())}
-    lists = {name: listed for name, listed in lists.items() if listed and candidates.issuperset(listed)}
-    if blocks is not None:
-        if not all(isinstance(block, nn.Module) for block in blocks):
-            raise LNSConfigError(f"blocks={blocks!r}: expected modules, such as blocks=model.layers.")
-        _require_whole_list(blocks, lists)
-        lists = {"": list(blocks)}
-    members = {block for listed in lists.values() for block in listed}
-    runs: dict[nn.Module, int] = {}
-    calls: dict[nn.Module, probe.Call | None] = {}
+    blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+    if blocks is not None and norms is not None:
+        raise LNSConfigError("blocks= and norms= were both given. Give one of them.")
+    weights = shadow.RandomWeights()
+    with shadow.real_default_device(model):
+        if any(map(shadow.is_absent, model.parameters())):
+            copied, device = shadow.shadow(model, weights), shadow.device_of(model)
+            names = {module: name for name, module in model.named_modules()}
 
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        runs[module] = runs.get(module, 0) + 1
-        if module in members:
-            calls[module] = _call(args, kwargs, output)
+            def same(module: Any) -> Any:
+                return copied.get_submodule(names[module]) if module in names else module
 
-    watched = members.union(module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
-    with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
-        run()
-    calls_by_list: dict[str, list[probe.Call]] = {}
-    for name, listed in lists.items():
-        block_calls = [call for block in listed if runs.get(block) == 1 and (call := calls[block])]
-        in_order = [block for block in calls if block in set(listed)] == listed
-        inside = any(name.startswith(f"{outer}.") for outer in calls_by_list)
-        is_complete, shapes = len(block_calls) == len(listed), {call.stream.shape for call in block_calls}
-        if in_order and not inside and is_complete and len(shapes) == 1:
-            calls_by_list[name] = block_calls
-    if len(calls_by_list) != 1:
-        names = ", ".join(calls_by_list) or "none"
+            blocks, norms = tree_map_only(nn.Module, same, (blocks, norms), is_leaf=_is_module)
+            model, example = copied, shadow.to_device(example, device)
+        return _locate(model, forward(model, example), blocks, norms, weights, folded)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _locate(
+    model: nn.Module,
+    run: Callable[[], Any],
+    blocks: Sequence[nn.Module] | None,
+    norms: Sequence[Any] | None,
+    weights: shadow.RandomWeights,
+    folded: Folded,
+) -> Located:
+    names = {module: name for name, module in model.named_modules()}
+    with undisturbed(model):
+        if norms is None:
+            found = trace.find_blocks(model, run, blocks)
+            pairs: list[tuple[nn.Module, ...] | None] = [None] * len(found.blocks)
+            stack: list[nn.Module | None] = [*found.blocks]
+        else:
+            given = given_norms.given_norms(model, norms, run)
+            found, pairs, stack = trace.Blocks("", [], given.trace), [*given.pairs], given.blocks
+        advice = "" if norms else f"Or give its norms: {trace.norms_example(model, found.trace)}."
+        block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
+        hooked = [name for block, each in probes for name in _norms_to_hook(block, each, folded)]
+    _require_one_run(names, block_norms, found.trace)
+    everything = [names[norm] for each in block_norms for norm in each]
+    ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
+    return Located(
+        found.path,
+        tuple("" if block is None else names[block] for block in stack),
+        tuple(tuple(names[norm] for norm in each) for each in block_norms),
+        tuple(found.trace.shapes.get(each[0], ()) for each in block_norms),
+        found.trace.shapes.get(block_norms[0][0], (0,))[-1],
+        tuple(dict.fromkeys(name for _, each in probes for name in each.cancelled)),
+        tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
+        tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
+        _left(model, found.trace),
+        norms is not None,
+        projections,
+    )
+
+
+def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Located:
+    """Locate the norms in the first process of a launch, and take its result in the others.
+
+    :param args: and ``options``: as for :func:`locate`. Every process must call this function.
+    :raises LNSError: the first process found none, or this process has another model.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return locate(model, *args, **options)
+    result: list[Any] = [None]
+    modules = [(name, type(module).__qualname__) for name, module in model.named_modules()]
+    if dist.get_rank() == 0:
+        try:
+            result = [(modules, locate(model, *args, **options))]
+        except LNSError as error:
+            result = [error]
+    dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], LNSError):
+        raise result[0]
+    first_modules, located = result[0]
+    if modules != first_modules:
         raise LNSConfigError(
-            f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
-            f"{names}. Give the blocks themselves: blocks=model.layers."
+            f"this process has a {type(model).__name__} of {len(modules)} modules, the first process one of "
+            f"{len(first_modules)}. Apply to the same whole model in every process, before it is split into stages."
         )
-    ((name, block_calls),) = calls_by_list.items()
-    if blocks is None:
-        _require_all(model, name, lists[name], runs)
-    return Forward(name, lists[name], block_calls, runs)
+    return located
 
 
-def _require_whole_list(blocks: Sequence[nn.Module], lists: Mapping[str, list[nn.Module]]) -> None:
-    """Refuse a part of a list of blocks, whose numbers would be wrong. :raises LNSConfigError: the omitted blocks."""
-    kinds = {type(block) for block in blocks}
-    for name, listed in lists.items():
-        omitted = [block for block in listed if block not in set(blocks) and type(block) in kinds]
-        if omitted and set(blocks).intersection(listed):
-            raise LNSConfigError(
-                f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}, expected all: the factor of a "
-                "block depends on its number in the whole model."
-            )
-
-
-def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], runs: Container[nn.Module]) -> None:
-    """Check the list of blocks. :raises LNSConfigError: a part of the list, or similar blocks ran outside of it."""
-    keys = [key for key, _ in model.get_submodule(name).named_children()]
-    if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
-        raise LNSConfigError(
-            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
-            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
+def _probe_blocks(
+    stack: Sequence[nn.Module | None],
+    pairs: Sequence[tuple[nn.Module, ...] | None],
+    traced: trace.Trace,
+    weights: shadow.RandomWeights,
+    advice: str,
+) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
+    """Return the norms of each block, the probe of one block of each structure, and each block's projections."""
+    by_structure: dict[Any, tuple[nn.Module, probe.BlockSites]] = {}
+    norms: list[tuple[nn.Module, ...]] = []
+    projections: list[Mapping[str, int]] = []
+    for number, (block, pair) in enumerate(zip(stack, pairs, strict=True), start=1):
+        call = None if block is None else traced.calls.get(block)
+        if block is None or call is None:
+            norms.append(pair or ())
+            continue
+        inner = {module: name for name, module in block.named_modules()}
+        names = None if pair is None else tuple(inner[norm] for norm in pair)
+        key = (structure(block), names)
+        _, like = by_structure.get(key, (None, None))
+        found = probe.pre_ln_sites(
+            block,
+            call,
+            where=f"block {number}",
+            names=names,
+            like=like,
+            given=pair is not None,
+            advice=advice,
+            weights=weights,
         )
-    kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
-    if outside := [at for at, module in alike.items() if module in runs and module not in inner]:
+        by_structure.setdefault(key, (block, found))
+        norms.append(tuple(block.get_submodule(name) for name in found.names))
+        projections.append(found.projections)
+    return norms, list(by_structure.values()), tuple(projections if len(projections) == len(norms) else ())
+
+
+def _require_one_run(
+    names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: trace.Trace
+) -> None:
+    """Check that each norm ran once. :raises LNSConfigError: a norm that other code bypasses or shares."""
+    counts = {names[norm]: traced.runs.get(norm, 0) for each in norms for norm in each}
+    if problems := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
-            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and similar blocks outside of it: "
-            f"{', '.join(outside)}; expected all in one list. Give all blocks in order: blocks=[…]."
+            f"one forward of the model runs the norms {', '.join(problems)}, expected each once: other code bypasses "
+            "them, or another part of the model shares the norm. Use a separate norm in each place."
         )
 
 
@@ -228,136 +297,196 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
-def find_sites(model: nn.Module, example: Any = None, blocks: Sequence[nn.Module] | None = None) -> Stack:
-    """Find the sites of a model by one forward on ``example``, on a shadow if its weights do not exist yet.
+def _left(model: nn.Module, traced: trace.Trace) -> tuple[str, ...]:
+    """Return the names of lists of blocks with norms that the example did not run, such as another tower's."""
+    left: list[str] = []
+    for name, module in model.named_modules():
+        listed = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        ran = any(child in traced.runs for member in listed for child in member.modules())
+        has_norms = len(listed) > 1 and all(any(map(probe.looks_like_norm, member.modules())) for member in listed)
+        if has_norms and not ran and not any(name.startswith(f"{outer}.") for outer in left):
+            left.append(name)
+    return tuple(left)
 
-    :param blocks: the blocks, if they are known. :raises LNSConfigError, MeasurementError: as :func:`locate`.
+
+# --- code that computes past a norm where there is no hook ----------------------------------------------------------
+
+
+def _norms_to_hook(block: nn.Module, found: probe.BlockSites, folded: Folded) -> tuple[str, ...]:
+    """Return the names of the norms that need a hook: without one, the scaled block differs from the hooked one.
+
+    :raises MeasurementError: with it, the block still differs.
     """
-    blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
-    with shadow.real_default_device(model):
-        if not any(map(shadow.is_absent, model.parameters())):
-            return locate(model, forward(model, example), blocks)
-        weights = shadow.RandomWeights()
-        copied, device = shadow.shadow(model, weights), shadow.device_of(model)
-        if blocks is not None:
-            blocks = shadow.same_modules(blocks, of=model, to=copied)
-        stack = locate(copied, forward(copied, shadow.to_device(example, device)), blocks, weights)
-        return replace(stack, blocks=shadow.same_modules(stack.blocks, of=copied, to=model))
-
-
-def locate(
-    model: nn.Module,
-    run: Callable[[], Any],
-    blocks: Sequence[nn.Module] | None = None,
-    weights: shadow.RandomWeights | None = None,
-) -> Stack:
-    """Find the sites of a model: run the model once, then one block of each structure repeatedly.
-
-    :param run: runs one forward. :param weights: memory of random parameters, which the copies of blocks share.
-    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
-    """
-    weights = weights or shadow.RandomWeights()
-    with undisturbed(model):
-        traced = find_blocks(model, run, blocks)
-        sites_by_shape: dict[Any, probe.BlockSites] = {}
-        names, problems, projections = [], [], []
-        for number, (block, call) in enumerate(zip(traced.blocks, traced.calls, strict=True), start=1):
-            shape, where = structure(block), f"block {number}"
-            sites_by_shape[shape] = probe.pre_ln_sites(
-                block, call, where=where, like=sites_by_shape.get(shape), weights=weights
-            )
-            names.append(sites_by_shape[shape].names)
-            projections.append(sites_by_shape[shape].projections)
-            counts = {name: traced.runs.get(block.get_submodule(name), 0) for name in names[-1]}
-            problems += [f"{name} of {where} {count} times" for name, count in counts.items() if count != 1]
-    if problems:
-        raise LNSConfigError(
-            f"one forward of the model runs the norms {', '.join(problems)}, expected each once: other code bypasses "
-            "them, or another part of the model shares the norm. Use a separate norm in each place."
+    if not _differences(block, found, folded, hooked=False):
+        return ()
+    if modes := _differences(block, found, folded, hooked=True):
+        raise MeasurementError(
+            f"{type(block).__name__} computes something else than its norms {' and '.join(found.names)} give "
+            f"{modes[0]}, where no hook is registered: it reads their weights past their forward. Switch that fused "
+            "kernel off."
         )
-    cancelled = dict.fromkeys(name for shape in sites_by_shape.values() for name in shape.cancelled)
-    width = traced.calls[0].stream.shape[-1]
-    return Stack(traced.name, traced.blocks, names, width, tuple(cancelled), projections)
+    return found.names
+
+
+def _differences(block: nn.Module, found: probe.BlockSites, folded: Folded, *, hooked: bool) -> list[str]:
+    """Return the modes in which a copy of the scaled block differs from a copy with hooks on its norms."""
+    replay, factor, differing = found.replay, 0.5, []
+    reference, scaled_copy = (probe.random_copy(block, replay.block, dtype=replay.dtype) for _ in range(2))
+    for each in (reference, scaled_copy):
+        sites.restore(each)
+    for name in found.names:
+        reference.get_submodule(name).register_forward_hook(
+            lambda module, args, output: probe.replace_first(output, factor * first_output(output))
+        )
+        norm = scaled_copy.get_submodule(name)
+        shape = tuple(replay.call.stream.shape)
+        scale(norm, factor, where=name, width=shape[-1], shape=shape, folded=folded(norm))
+        if hooked:
+            forbid_fused_kernels(norm)
+    for trains, grad in itertools.product((False, True), (False, True)):
+        outputs = []
+        for each in (reference, scaled_copy):
+            each.train(trains)
+            with torch.set_grad_enabled(grad):
+                outputs.append(replay.call.replay(each, replay.x).detach().double())
+        if not float((outputs[0] - outputs[1]).norm()) < replay.same * float(outputs[0].norm()):
+            differing.append(f"in {'training' if trains else 'eval'} mode {'with' if grad else 'without'} gradients")
+    return differing
+
+
+# --- scale the norms ------------------------------------------------------------------------------------------------
 
 
 def attach(
     model: nn.Module,
-    stack: Stack,
+    located: Located,
     scheme: Scheme,
-    folded: Callable[[nn.Module], type | None] = lambda norm: None,
+    folded: Folded = lambda norm: None,
     *,
     trained: bool | None = None,
 ) -> list[str]:
-    """Scale the found norms, or measure them again if they have the scheme.
+    """Scale the located norms, or measure them again if they have the scheme.
 
     :param folded: norm -> the mixin for its arithmetic, None if that is unknown.
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: the measured parts.
-    :raises LNSConfigError: a scheme that does more than multiply norms, or a model with another scheme.
     :raises CheckpointMismatchError: the weights were trained without a factor.
+    :raises LNSConfigError: a scheme that does more than multiply norms, or norms with another scheme.
     :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
-    n_layers, current = len(stack.blocks), sites.read_back(model)
+    n_layers, current = len(located.norms), sites.read_back(model)
     if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
         raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
-    is_attached = not current.is_pre_ln
+    scaled_norms = {norm for _, norm, _ in sites.sites(model)}
+    norms = {name: model.get_submodule(name) for names in located.norms for name in names}
+    is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
-        record.require_fresh(initialization.trained_norm(stack.norms), scheme, source=_source(model), trained=trained)
-    if stack.projections:
-        initialization.mark(stack.blocks, stack.projections, stack.norms)
+        name = initialization.trained_norm(located.norms_of(model))
+        source = getattr(model, "name_or_path", "") or type(model).__name__
+        record.require_fresh(name, scheme, source=source, trained=trained)
+    if located.projections:
+        initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
     with shadow.real_default_device(model), sites.stock_on_failure(model):
-        for number, (block, names) in enumerate(zip(stack.blocks, stack.names, strict=True), start=1):
+        for number, (names, shape) in enumerate(zip(located.norms, located.shapes, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
                 norm_sites = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
-                norm, where = block.get_submodule(name), f"block {number}, {name}"
+                norm, where, width = norms[name], f"block {number}, {name}", (shape or (located.width,))[-1]
                 if is_attached:
                     if not isinstance(norm, Scaled):
                         raise MeasurementError(
                             f"{where}: found a norm without its factor: it replaced a scaled norm. "
                             "Build a new model and apply the scheme after norms are replaced."
                         )
-                    _measure(norm, stack.width, where)
+                    _measure(norm, width, shape, where)
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
                 sites.attach(norm, *norm_sites)
-                scale(norm, factors.pop(), where=where, width=stack.width, folded=folded(norm))
-        sites.check(model, scheme, n_layers)
+                scale(norm, factors.pop(), where=where, width=width, shape=shape, folded=folded(norm))
+                if name in located.hooked:
+                    forbid_fused_kernels(norm)
+        sites.check(nn.ModuleList(norms.values()), scheme, n_layers)
     return ["sites", "output", "gradient"]
 
 
-def _source(model: nn.Module) -> str:
-    return str(getattr(model, "name_or_path", "") or type(model).__name__)
-
-
-def describe_initialization(model: nn.Module, stack: Stack) -> str:
+def describe_initialization(model: nn.Module, located: Located) -> str:
     """Return the text of the start-up line on the initialization; ``""`` for trained weights."""
-    if stack.projections and any(map(shadow.is_absent, model.parameters())):
+    if located.projections and any(map(shadow.is_absent, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
-    return "" if initialization.trained_norm(stack.norms) else str(initialization.measure(model))
+    trained = initialization.trained_norm(located.norms_of(model))
+    return "" if trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 
-def _measure(norm: Any, width: int, where: str) -> None:
+def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
     """Measure a scaled norm. :raises MeasurementError: not its factor times the output of the stock norm."""
     stock = copy.deepcopy(norm)
     sites.restore(stock)
-    if problem := response(norm, width).problem(response(stock, width), getattr(norm, "lns_scale", 1.0)):
+    found, expected = (response(each, width, shape) for each in (norm, stock))
+    if problem := found.problem(expected, getattr(norm, "lns_scale", 1.0)):
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
 
 
-def report(model: nn.Module, stack: Stack, measured: Sequence[str], initialization: str = "") -> None:
+def check_without_hooks(model: nn.Module, located: Located, example: Any = None) -> None:
+    """Check that code outside of the blocks runs the scaled norms, also where there is no hook.
+
+    A model without weights cannot be run, and is not checked.
+
+    :raises MeasurementError: the model gives something else without hooks than with hooks that change nothing.
+    """
+    if os.environ.get("RANK", "0") != "0" or any(map(shadow.is_absent, model.parameters())):
+        return
+    run = forward(model, example)
+    norms = [model.get_submodule(name) for names in located.norms for name in names]
+
+    def output(*, hooked: bool) -> list[torch.Tensor]:
+        handles = [norm.register_forward_hook(_change_nothing) for norm in norms if hooked]
+        with probe.hooks(handles), undisturbed(model):
+            torch.manual_seed(0)
+            leaves = tree_leaves(_plain(run()))
+        return [leaf.detach().double() for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point()]
+
+    def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        pairs = zip(some, others, strict=False)
+        return all(a.shape == b.shape and float((a - b).norm()) <= probe.SAME_HALF * float(b.norm()) for a, b in pairs)
+
+    without, hooked = output(hooked=False), output(hooked=True)
+    # A model that is not the same twice, as with a state that each forward moves, cannot be compared.
+    if not same(without, hooked) and same(hooked, output(hooked=True)):
+        raise MeasurementError(
+            f"{type(model).__name__} gives something else without hooks on its norms than with them: outside of its "
+            "blocks it reads their weights past their forward. Switch that fused kernel off."
+        )
+
+
+def _change_nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook."""
+
+
+def _plain(output: Any) -> Any:
+    """Return a model's output as containers that PyTorch knows; a dataclass of transformers is a mapping."""
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def report(model: nn.Module, located: Located, measured: Sequence[str], initialization: str = "") -> None:
     """Write the start-up line in the first process. :param initialization: its part on the initialization."""
     if os.environ.get("RANK", "0") != "0":
         return
-    kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
+    norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
     if initialization and not any(map(shadow.is_absent, model.parameters())):
         measured = [*measured, "initialization"]
+    kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for module in norms)
     line = start_up.start_up_line(
-        model, len(stack.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
+        norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
-    if stack.cancelled:
-        line += f"; a later norm cancels the factor of {', '.join(stack.cancelled)}"
+    if located.given:
+        line += "; sites: given"
+    if located.cancelled:
+        line += f"; a later norm cancels the factor of {', '.join(located.cancelled)}"
+    if located.partly_cancelled:
+        line += f"; a later norm cancels the factor of {', '.join(located.partly_cancelled)} in a part of its branch"
+    if located.left:
+        line += f"; left as it is, since the example does not run it: {', '.join(located.left)}"
     start_up.write_line(line)

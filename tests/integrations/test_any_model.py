@@ -214,11 +214,11 @@ def compiled():
     [
         (lambda: Model(last_is_post), {}, "block 4 .* is not Pre-LN"),
         (lambda: Model(past_the_norm), {}, "in training"),
-        (lambda: Model(fused_in_half).bfloat16(), {}, "n1 of block 1 0 times"),
+        (lambda: Model(fused_in_half).bfloat16(), {}, "layers.0.n1 0 times"),
         (lambda: Model(lambda self, x: x + self.attn(self.n1(x))), {}, "one branch"),
         (lambda: Model(lambda self, x: x + self.mlp(self.n1(x))), {}, "one branch"),
         (lambda: Model(lambda self, x: x + self.attn(self.n1(x), self.n2(x))), {}, "one branch"),
-        (lambda: Model(tail=lambda model: model.layers["3"].n2), {}, "n2 of block 4 2 times"),
+        (lambda: Model(tail=lambda model: model.layers["3"].n2), {}, "layers.3.n2 2 times"),
         (first_outside, {}, "outside of it"),
         (lambda: Model(keys="23"), {}, "stages"),
         (lambda: Model(functional), {}, "of its modules is a norm"),
@@ -249,7 +249,7 @@ def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_l
 def test_a_norm_that_replaced_a_scaled_one_is_named():
     olmo_lns.apply(model := Model(), example=IDS)
     model.layers["1"].n2 = nn.RMSNorm(WIDTH)
-    with pytest.raises(LNSError, match="block 2, n2: found a norm without its factor"):
+    with pytest.raises(LNSError, match="block 2, layers.1.n2: found a norm without its factor"):
         olmo_lns.apply(model, example=IDS)
 
 

@@ -34,9 +34,11 @@ def apply(
     scheme: str | Scheme = "lns",
     *,
     blocks: Any = None,
+    norms: Any = None,
     example: Any = None,
     initialization: str = "",
     trained: bool | None = None,
+    locate: Any = None,
 ) -> Any:
     """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
@@ -45,8 +47,9 @@ def apply(
 
     :param model: a model of any family whose blocks are Pre-LN or parallel, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks, example, trained: as in :func:`olmo_lns.apply`.
+    :param blocks, norms, example, trained: as in :func:`olmo_lns.apply`.
     :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
+    :param locate: finds the norms; default :func:`olmo_lns.integrations.any_model.locate`, in each process by itself.
     :raises LNSConfigError: the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
     :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
     :raises MeasurementError: a block cannot be run again. In every case the model is left unchanged.
@@ -68,11 +71,20 @@ def apply(
     any_model.require_unwrapped(model)
     is_attached = isinstance(model, models.SchemeModel)
     draw = None if is_attached or trained else initialization or "plain"
-    norms = models.measure(model, scheme_value, blocks, example, initialization=draw, trained=trained)
+    names = models.measure(
+        model,
+        scheme_value,
+        blocks,
+        example,
+        norms=norms,
+        initialization=draw,
+        trained=trained,
+        find=locate or any_model.locate,
+    )
     if not is_attached:
         stock_config, config = model.config, copy.deepcopy(model.config)
         stock_class: Any = type(stock_config)
-        config.__class__, config.lns, config.lns_norms = models.scheme_class(stock_class), str(scheme_value), norms
+        config.__class__, config.lns, config.lns_norms = models.scheme_class(stock_class), str(scheme_value), names
         if initialization == "upstream":
             config.lns_initialization = initialization
         for module in model.modules():

@@ -16,7 +16,7 @@ import math
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from olmo_lns import initialization as drawing
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import any_model
-from olmo_lns.integrations.any_model import Stack
+from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import folded
 from olmo_lns.record import require_same
@@ -179,14 +179,21 @@ def _finish(model: Any, initialization: str | None) -> None:
         )
 
 
-def locate(model: Any, example: Any = None, blocks: Any = None) -> Stack:
+def locate(
+    model: Any,
+    example: Any = None,
+    blocks: Any = None,
+    norms: Any = None,
+    find: Callable[..., Located] = any_model.locate,
+) -> Located:
     """Find the blocks and their norms by a forward without a key-value cache, which a block's second run would extend.
 
     :param example: as in :func:`olmo_lns.apply`; the default is a short text or an image.
+    :param find: finds the norms, in this process or in the first one of a launch.
     """
     example = usual_example(model) if example is None else example
     with _without_cache(model):
-        return any_model.find_sites(model, example, blocks)
+        return find(model, example, blocks, norms, folded=folded)
 
 
 @contextmanager
@@ -214,8 +221,10 @@ def measure(
     blocks: Any = None,
     example: Any = None,
     *,
+    norms: Any = None,
     initialization: str | None = None,
     trained: bool | None = True,
+    find: Callable[..., Located] = any_model.locate,
 ) -> dict[str, Any]:
     """Find the norms, scale or measure them, write the start-up line, and return the norms as in :func:`by_path`.
 
@@ -224,20 +233,22 @@ def measure(
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
-    stack = locate(model, example, blocks)
-    names = by_path(model, stack)
+    located = locate(model, example, blocks, norms, find)
+    names = by_path(model, located)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
-        measured = any_model.attach(model, stack, scheme, folded, trained=trained)
-        text = settle_initialization(model, stack, initialization)
+        measured = any_model.attach(model, located, scheme, folded, trained=trained)
+        with _without_cache(model):
+            any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
+        text = settle_initialization(model, located, initialization)
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
-    any_model.report(model, stack, measured, text)
+    any_model.report(model, located, measured, text)
     return names
 
 
@@ -268,35 +279,46 @@ def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
     return {"input_ids": ids.to(device), **options}  # type: ignore[dict-item]
 
 
-def by_path(model: Any, stack: Stack) -> dict[str, Any]:
+def by_path(model: Any, located: Located) -> dict[str, Any]:
     """Return the list in the base model, and the norms; for blocks that differ, a list of names for each.
 
-    Example: ``{"layers": ["input_layernorm", "post_attention_layernorm"]}``.
+    Example: ``{"layers": ["input_layernorm", "post_attention_layernorm"]}``. Norms that are in no list of blocks have
+    the path ``""`` and their names in the base model.
     """
     base: nn.Module = model.base_model
-    path = next((name for name, module in base.named_modules() if list(module.children()) == stack.blocks), None)
-    if path is None:
-        raise LNSConfigError(f"{type(model).__name__}: expected blocks= to be one of the model's lists.")
-    names = [list(each) for each in stack.names]
-    return {path: names[0] if all(each == names[0] for each in names) else names}
+    blocks = located.blocks_of(model)
+    path = next((name for name, module in base.named_modules() if list(module.children()) == blocks), "")
+    owners = blocks if path else [base] * len(blocks)
+    inner = [{module: name for name, module in owner.named_modules()} for owner in dict.fromkeys(owners)]
+    tables = inner if path else inner * len(blocks)
+    norms = [
+        [table[model.get_submodule(name)] for name in each] for table, each in zip(tables, located.norms, strict=True)
+    ]
+    return {path: norms[0] if path and all(each == norms[0] for each in norms) else norms}
 
 
-def by_names(model: Any, norms: dict[str, Any]) -> Stack:
+def by_names(model: Any, norms: dict[str, Any]) -> Located:
     """Return the blocks and norms that a config names. :raises LNSConfigError: the model lacks them."""
     ((path, names),) = norms.items()
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    matching = [name for name in lists if f".{name}".endswith(f".{path}")]
-    if not matching:
+    front = next((name for name, module in model.named_modules() if module is model.base_model), "")
+    if not path:
+        blocks = [front] * len(names)
+    elif matching := [name for name in lists if f".{name}".endswith(f".{path}")]:
+        name = min(matching, key=len)
+        blocks = [f"{name}.{key}" for key, _ in lists[name].named_children()]
+    else:
         raise LNSConfigError(f"{type(model).__name__} has no list of blocks {path!r}, which its config names.")
-    name = min(matching, key=len)
-    blocks = list(lists[name])
     block_names = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
-    weight = next(blocks[0].get_submodule(block_names[0][0]).parameters(), None)
+    paths = tuple(
+        tuple(f"{block}.{n}" if block else n for n in each) for block, each in zip(blocks, block_names, strict=True)
+    )
+    weight = next(model.get_submodule(paths[0][0]).parameters(), None)
     width = weight.shape[-1] if weight is not None and weight.numel() else text_config(model.config).hidden_size
-    return Stack(name, blocks, block_names, int(width))
+    return Located(path, tuple(blocks), paths, ((),) * len(paths), int(width), given=not path)
 
 
-def settle_initialization(model: Any, stack: Stack, initialization: str | None) -> str:
+def settle_initialization(model: Any, located: Located, initialization: str | None) -> str:
     """Remove the depth factor with which the family draws its fresh weights; return the text of the start-up line.
 
     Weights that the family's own initialization does not scale are left as they are.
@@ -304,7 +326,7 @@ def settle_initialization(model: Any, stack: Stack, initialization: str | None) 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
     :raises MeasurementError: a family that is known to have the factor draws by another rule.
     """
-    if drawing.trained_norm(stack.norms):  # such as weights that load_state_dict filled
+    if drawing.trained_norm(located.norms_of(model)):  # such as weights that load_state_dict filled
         return ""
     found = drawing.measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
@@ -318,16 +340,17 @@ def settle_initialization(model: Any, stack: Stack, initialization: str | None) 
         return str(found)
     if "upstream" in (initialization, getattr(model.config, "lns_initialization", "")):
         return f"scaled initialization on ({found.values})"
-    if initialization == "plain" and found.rule == _rule_of_family(model, stack):
+    if initialization == "plain" and found.rule == _rule_of_family(model, located):
         drawing.make_plain(model, found)
         found = drawing.measure(model)
     return str(found)
 
 
-def _rule_of_family(model: Any, stack: Stack) -> str | None:
+def _rule_of_family(model: Any, located: Located) -> str | None:
     """Return the rule by which the family draws its residual output projections, measured on copies of two blocks."""
     draw = getattr(type(model), "lns_made_of", None) or type(model)
-    copies = nn.ModuleList(copy.deepcopy(block) for block in dict.fromkeys((stack.blocks[0], stack.blocks[-1])))
+    blocks = located.blocks_of(model)
+    copies = nn.ModuleList(copy.deepcopy(block) for block in dict.fromkeys((blocks[0], blocks[-1])))
     with any_model.undisturbed(model):  # the launch keeps its random state
         copies.apply(lambda module: draw._init_weights(model, module))
     return drawing.measure(copies).rule

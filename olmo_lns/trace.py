@@ -1,0 +1,291 @@
+"""Run a model once and find its blocks: the list of modules through which one stream runs, in order.
+
+The blocks may sit in a list of lists, such as the chunks of DINOv2 or the stages of Swin. They are numbered through.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns import probe
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.response import first_output
+
+__all__ = ["Blocks", "Trace", "find_blocks", "norms_example", "record"]
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass
+class Trace:
+    """One forward of a model.
+
+    :param runs: module -> the number of its runs, in the order in which the modules ended their first run.
+    :param calls: module -> its last call; None for a module whose output is no stream.
+    :param shapes: module without inner weights -> the shape of its input.
+    """
+
+    runs: dict[nn.Module, int] = field(default_factory=dict)
+    calls: dict[nn.Module, probe.Call | None] = field(default_factory=dict)
+    shapes: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
+
+    def ran_once(self, module: nn.Module) -> bool:
+        """Return true for a module that ran once, on a stream that it returned."""
+        return self.runs.get(module) == 1 and self.calls.get(module) is not None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model in order. :param path: name of their list, ``""`` for given blocks."""
+
+    path: str
+    blocks: list[nn.Module]
+    trace: Trace
+
+
+def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module]) -> Trace:
+    """Run the model once. :param members: modules whose calls are kept."""
+    trace, members = Trace(), set(members)
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        trace.runs[module] = trace.runs.get(module, 0) + 1
+        if module in members:
+            trace.calls[module] = _call(args, kwargs, output)
+        value = next(iter((*args, *kwargs.values())), None)
+        if torch.is_tensor(value) and probe.is_leaf(module):
+            trace.shapes[module] = tuple(value.shape)
+
+    watched = members.union(module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
+    with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
+        run()
+    return trace
+
+
+def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
+    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    stream = probe.stream_of(output)
+    for key, value in arguments:
+        is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
+        if is_matrix and (stream is None or stream.shape == value.shape):
+            return probe.Call(tuple(args), dict(kwargs), key)
+    return None
+
+
+def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
+    """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
+
+    :param run: runs one forward of the model.
+    :param blocks: the blocks, if they are known.
+    :raises LNSConfigError: no such list, several, a part of the model's depth, or a list that runs several times.
+
+    Example: ``find_blocks(model, lambda: model(ids)).path`` is ``"model.layers"`` for a Llama of transformers.
+    """
+    lists = {name: _elements(module) for name, module in model.named_modules() if isinstance(module, _LISTS)}
+    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
+    lists = {name: listed for name, listed in lists.items() if listed and all(map(_may_be_block, listed))}
+    trace = record(model, run, {*itertools.chain(*lists.values()), *(_given(model, blocks, lists) or ())})
+    if blocks is not None:
+        listed = list(blocks)
+        if not _is_stack(listed, trace):
+            raise LNSConfigError(
+                f"{type(model).__name__}: the modules in blocks= were expected to run once each, in this order, on one "
+                f"stream; they did not. Give the norms themselves: {norms_example(model, trace)}."
+            )
+        _require_whole_depth(model, listed, trace, "blocks=", run)
+        return Blocks("", listed, trace)
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, listed in lists.items():
+        if not any(_is_inside(name, outer) for outer in stacks) and _is_stack(listed, trace):
+            stacks[name] = listed
+    _refuse_repeated(model, lists, stacks, trace)
+    if len(stacks) > 1:
+        stacks = _joined_stages(model, stacks) or stacks
+    if len(stacks) != 1:
+        names = ", ".join(stacks) or "none"
+        raise LNSConfigError(
+            f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
+            f"{names}. "
+            + ("Give the blocks of one: blocks=model.layers; or its norms" if stacks else "Give the norms")
+            + f": {norms_example(model, trace)}."
+        )
+    ((name, listed),) = stacks.items()
+    _require_numbers(model, name)
+    listed = _blocks_of_chunks(name, listed, lists, trace)
+    _require_whole_depth(model, listed, trace, name, None)
+    return Blocks(name, listed, trace)
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    """Return true for the name of a module inside of another one; the model itself has the name ``""``."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    """Return the children with parameters; chunks of DINOv2 are padded with others."""
+    return [child for child in module.children() if next(child.parameters(), None) is not None]
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    return any(module.children())
+
+
+def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) -> list[nn.Module] | None:
+    """Return the given blocks. :raises LNSConfigError: no modules of the model, or a part of a list."""
+    if blocks is None:
+        return None
+    given = list(blocks)
+    if not given or not all(isinstance(block, nn.Module) for block in given):
+        raise LNSConfigError(f"blocks={blocks!r}: expected modules, such as blocks=model.layers.")
+    if foreign := [type(block).__name__ for block in set(given) - set(model.modules())]:
+        raise LNSConfigError(f"blocks= holds a {foreign[0]} that is no part of this {type(model).__name__}.")
+    kinds = {type(block) for block in given}
+    for name, listed in lists.items():
+        omitted = [block for block in listed if block not in set(given) and type(block) in kinds]
+        if omitted and set(given).intersection(listed):
+            raise LNSConfigError(
+                f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}, expected all: the factor of a "
+                "block depends on its number in the whole model."
+            )
+    return given
+
+
+def _is_stack(listed: Sequence[nn.Module], trace: Trace) -> bool:
+    """Return true if each module ran once, in this order, and its output has the shape of its stream."""
+    members = set(listed)
+    in_order = [module for module in trace.runs if module in members] == list(listed)
+    return in_order and len(members) == len(listed) and all(map(trace.ran_once, listed))
+
+
+def _refuse_repeated(
+    model: nn.Module, lists: Mapping[str, list[nn.Module]], stacks: Mapping[str, Any], trace: Trace
+) -> None:
+    """Refuse a list of blocks that ran several times. :raises LNSConfigError: its name."""
+    for name, listed in lists.items():
+        counts = {trace.runs.get(module, 0) for module in listed}
+        is_inside = any(_is_inside(name, outer) for outer in stacks)
+        has_streams = all(trace.calls.get(module) is not None for module in listed)
+        if min(counts) > 1 and has_streams and not is_inside and all(map(_norm_count, listed)):
+            raise LNSConfigError(
+                f"{type(model).__name__}: {name} ran {max(counts)} times in one forward of the example, expected once. "
+                "LayerNorm Scaling needs a block's number in a depth that runs once. Give an example= that runs each "
+                "block once, or the blocks of the part that does: blocks=model.layers."
+            )
+
+
+def _norm_count(module: nn.Module) -> int:
+    return sum(1 for child in module.modules() if probe.looks_like_norm(child))
+
+
+def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]]) -> dict[str, list[nn.Module]]:
+    """Join the lists of the stages of one outer list, one for each of its elements; ``{}`` for other lists."""
+    for outer, module in model.named_modules():
+        if not isinstance(module, _LISTS):
+            continue
+        front = f"{outer}." if outer else ""
+        owners = [name.removeprefix(front).partition(".") for name in stacks if name.startswith(front)]
+        keys = [key for key, child in module.named_children() if next(child.parameters(), None) is not None]
+        if [key for key, _, _ in owners] == keys and len({rest for _, _, rest in owners}) == 1:
+            return {outer: list(itertools.chain(*stacks.values()))}
+    return {}
+
+
+def _blocks_of_chunks(
+    name: str, listed: list[nn.Module], lists: Mapping[str, list[nn.Module]], trace: Trace
+) -> list[nn.Module]:
+    """Return the blocks in a list of lists: elements that hold a list of modules with two norms each are no blocks."""
+    inner: dict[nn.Module, list[nn.Module]] = {}
+    for element in listed:
+        for members in lists.values():
+            inside = set(element.modules()) - {element}
+            two_norms = all(_norm_count(member) >= 2 for member in members)
+            is_part = element not in inner and set(members) <= inside
+            if is_part and two_norms and _is_stack(members, trace):
+                inner[element] = members
+    if len(inner) < len(listed):
+        return listed
+    return list(itertools.chain(*inner.values()))
+
+
+def _require_numbers(model: nn.Module, name: str) -> None:
+    """Refuse a pipeline stage, whose list starts in the middle. :raises LNSConfigError: the numbers."""
+    keys = [key for key, _ in model.get_submodule(name).named_children()]
+    if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
+        raise LNSConfigError(
+            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
+            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
+        )
+
+
+def _require_whole_depth(
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any] | None
+) -> None:
+    """Check that no similar block ran outside of the list, or, for given blocks, that it is another tower's.
+
+    :param run: runs the model, for given blocks; None for a list that was found.
+    :raises LNSConfigError: the names of the similar blocks.
+    """
+    kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
+    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
+    outside = {at: module for at, module in alike.items() if module in trace.runs and module not in inner}
+    if not outside or (run is not None and _is_separate(blocks, list(outside.values()), run)):
+        return
+    raise LNSConfigError(
+        f"{type(model).__name__}: found {len(blocks)} blocks in {source} and similar blocks outside of it: "
+        f"{', '.join(outside)}; expected all of them, since the factor of a block depends on its number in the whole "
+        "depth. Give all blocks in order: blocks=[…]."
+    )
+
+
+def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:
+    """Return true if neither of two groups of blocks reads what the other gives, as in a model with two towers."""
+
+    def inputs(group: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.extend(t.detach().clone() for t in (*args, *kwargs.values()) if torch.is_tensor(t))
+
+        def change(module: nn.Module, args: Any, output: Any) -> Any:
+            return probe.replace_first(output, 2.0 * first_output(output).roll(1, -1))
+
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in group]
+        with probe.hooks([*hooks, *(module.register_forward_hook(change) for module in changed)]), torch.no_grad():
+            run()
+        return found
+
+    for group, others in ((blocks, outside), (outside, blocks)):
+        pairs = zip(inputs(group, []), inputs(group, others), strict=True)
+        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            return False
+    return True
+
+
+def norms_example(model: nn.Module, trace: Trace) -> str:
+    """Return the call of ``apply`` with ``norms=``, written out with this model's names where they have a pattern."""
+    names = {module: name for name, module in model.named_modules()}
+    places: dict[str, dict[str, list[str]]] = {}  # list -> path in the element -> keys of the elements
+    for module in trace.runs:
+        if not probe.looks_like_norm(module) or trace.runs[module] != 1 or module not in names:
+            continue
+        parts = names[module].split(".")
+        for i in (i for i, part in enumerate(parts) if part.isdigit()):
+            in_element = places.setdefault(".".join(parts[:i]), {})
+            in_element.setdefault(".".join(parts[i + 1 :]), []).append(parts[i])
+            break
+    pairs = {at: rest for at, rest in places.items() if len(rest) == 2 and len({len(k) for k in rest.values()}) == 1}
+    if len(pairs) == 1:
+        ((at, paths),) = pairs.items()
+        pair = ", ".join(_expression("block", path) for path in paths)
+        return f"olmo_lns.apply(model, norms=[({pair}) for block in {_expression('model', at)}])"
+    return "olmo_lns.apply(model, norms=[(block.norm1, block.norm2) for block in model.layers])"
+
+
+def _expression(variable: str, path: str) -> str:
+    """Return the Python expression of a path: ``block[1].net[0]`` for ``1.net.0``."""
+    return variable + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split(".") if part)

@@ -1,0 +1,226 @@
+"""``olmo_lns.apply`` on models of many kinds: equal to hooks on the norms that their code shows, or refused."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from support import block_kinds as kinds
+from torch import nn
+
+import olmo_lns
+from olmo_lns import sites
+from olmo_lns.errors import LNSError
+
+X = torch.randn(2, 8, kinds.D, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(1, kinds.D, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def pairs(pattern, *indices):
+    """Names of norms by block: each ``{}`` in the patterns is an index."""
+    return [tuple(name.format(*index) for name in pattern.split()) for index in indices]
+
+
+def in_list(pattern, count=4):
+    return pairs(pattern, *((i,) for i in range(count)))
+
+
+def run(model, x, trains, grad):
+    model.train(trains)
+    with torch.set_grad_enabled(grad):
+        torch.manual_seed(2)
+        return model(x)
+
+
+def check(model, reference, expected, x):
+    """Compare with a stock model whose norms have hooks, in four modes, and the gradients of a step."""
+    for number, names in enumerate(expected, start=1):
+        for name in names:
+            factor = float(torch.tensor(number, dtype=torch.float64) ** -0.5)
+            reference.get_submodule(name).register_forward_hook(lambda m, args, y, factor=factor: factor * y)
+    for trains, grad in itertools.product((False, True), (False, True)):
+        found, wanted = (run(each, x, trains, grad) for each in (model, reference))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for each in (model, reference):
+        run(each, x, False, True).square().mean().backward()
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(kinds.D, 4, 64, norm_first=True, batch_first=True, dropout=0.0, **options)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "x"),
+    [
+        # In eval mode without gradients PyTorch's fused kernel reads the weights of the norms and never calls them.
+        (encoder, in_list("layers.{0}.norm1 layers.{0}.norm2"), X),
+        (lambda: encoder(activation="gelu"), in_list("layers.{0}.norm1 layers.{0}.norm2"), X),
+        (lambda: encoder(bias=False), in_list("layers.{0}.norm1 layers.{0}.norm2"), X),
+        (lambda: kinds.Stack(kinds.Fused), in_list("layers.{0}.norm"), X),
+        (lambda: kinds.Stack(kinds.Wrapped), in_list("layers.{0}.inner.norm"), X),
+        (lambda: kinds.Stack(kinds.Scales), in_list("layers.{0}.norm"), X),
+        (
+            lambda: kinds.Chunks(2, 3),
+            pairs("blocks.{0}.{1}.n1 blocks.{0}.{1}.n2", (0, 0), (0, 1), (1, 2), (1, 3), (1, 4)),
+            X,
+        ),
+        (lambda: kinds.Chunks(4), pairs("blocks.0.{0}.n1 blocks.0.{0}.n2", (0,), (1,), (2,), (3,)), X),
+        (
+            lambda: kinds.stages((32, 2), (48, 3)),
+            pairs("{0}.blocks.{1}.n1 {0}.blocks.{1}.n2", (0, 0), (0, 1), (1, 0), (1, 1), (1, 2)),
+            X,
+        ),
+        (lambda: kinds.stages((32, 3)), pairs("{0}.blocks.{1}.n1 {0}.blocks.{1}.n2", (0, 0), (0, 1), (0, 2)), X),
+        (lambda: nn.Sequential(*(kinds.Pooled() for _ in range(4))), in_list("{0}.n1 {0}.n2"), IMAGES),
+    ],
+)
+def test_a_model_is_found_by_itself(make, expected, x):
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    olmo_lns.apply(model, example=x)
+    check(model, reference, expected, x)
+
+
+def test_the_hook_against_the_fused_kernel_survives_a_copy_and_goes_with_the_scheme():
+    torch.manual_seed(0)
+    model = encoder()
+    reference = copy.deepcopy(model)
+    copied = copy.deepcopy(olmo_lns.apply(model, example=X))
+    check(copied, reference, in_list("layers.{0}.norm1 layers.{0}.norm2"), X)
+    sites.restore(copied)
+    assert not any(module._forward_pre_hooks for module in copied.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "norms", "names"),
+    [
+        (kinds.Pairs, lambda m: [(a.norm, f.norm) for a, f in m.layers], "layers.{0}.0.norm layers.{0}.1.norm"),
+        (
+            lambda: kinds.ResidualStack(kinds.Residual),
+            lambda m: [(b.n1, b.n2) for b in m.layers],
+            "layers.{0}.n1 layers.{0}.n2",
+        ),
+        (kinds.Stack, lambda m: [(b.n1, b.n2) for b in m.layers], "layers.{0}.n1 layers.{0}.n2"),
+        (lambda: kinds.Stack(kinds.Fused), lambda m: [b.norm for b in m.layers], "layers.{0}.norm"),
+        (kinds.Attributes, lambda m: [(b.n1, b.n2) for b in m.children()], "b{0}.n1 b{0}.n2"),
+    ],
+)
+def test_given_norms_are_scaled_and_the_line_says_so(make, norms, names, capfd):
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    olmo_lns.apply(model, norms=norms(model), example=X)
+    assert "sites: given" in capfd.readouterr().err
+    check(model, reference, in_list(names), X)
+
+
+def test_two_towers_get_the_scheme_one_after_the_other():
+    torch.manual_seed(0)
+    model = kinds.Towers()
+    reference = copy.deepcopy(model)
+    for tower in (model.image, model.text):
+        olmo_lns.apply(model, blocks=tower.layers, example=X)
+    for tower, count in (("image", 4), ("text", 3)):
+        names = in_list("layers.{0}.n1 layers.{0}.n2", count)
+        check(model.get_submodule(tower), reference.get_submodule(tower), names, X)
+
+
+def test_a_part_that_the_example_does_not_run_is_named(capfd):
+    olmo_lns.apply(model := kinds.Towers(), example=lambda model: model.text(X))
+    assert "does not run it: image.layers" in capfd.readouterr().err
+    assert {name.partition(".")[0] for name, _, _ in sites.sites(model)} == {"text"}
+
+
+def shifted(model):
+    first, *others = model.layers
+    return [(a.n2, b.n1) for a, b in zip([first, *others], others, strict=False)]
+
+
+REFUSED = {
+    "attention alone": (lambda: kinds.Stack(kinds.AttentionAlone), {}, "one branch.*norms="),
+    "attention with two outputs": (lambda: kinds.Stack(lambda: kinds.AttentionAlone(2)), {}, "one branch"),
+    "attention without projection": (lambda: kinds.Stack(lambda: kinds.AttentionAlone(1, False)), {}, "one branch"),
+    "experts alone": (lambda: kinds.Stack(kinds.SharedExperts), {}, "one branch"),
+    "a function at the end": (lambda: kinds.Stack(kinds.FunctionalEnd), {}, "Sandwich"),
+    "a function with a gain at the end": (lambda: kinds.Stack(lambda: kinds.FunctionalEnd(True)), {}, "Sandwich"),
+    "a division at the end": (lambda: kinds.Stack(kinds.UnitAttention), {}, "Sandwich"),
+    "two streams": (lambda: kinds.TwoStreamStack(kinds.TwoStreams), {}, "two streams"),
+    "two joined streams": (lambda: kinds.TwoStreamStack(lambda: kinds.TwoStreams(True)), {}, "two streams"),
+    "a stream of context": (lambda: kinds.TwoStreamStack(kinds.Context), {}, "two streams"),
+    "a decoder that runs again": (kinds.EncoderDecoder, {}, "decoder.layers ran 3 times"),
+    "a loop": (kinds.Looped, {}, "stack.layers ran 2 times"),
+    "an encoder and a decoder": (lambda: kinds.EncoderDecoder(1), {}, "found encoder.layers, decoder.layers"),
+    "PyTorch's encoder and decoder": (
+        lambda: nn.Transformer(kinds.D, 4, 2, 2, 64, batch_first=True, norm_first=True),
+        {"example": lambda m: (X, X)},
+        "found encoder.layers, decoder.layers",
+    ),
+    "two towers": (kinds.Towers, {}, "found image.layers, text.layers"),
+    "half of the chunks": (
+        lambda: kinds.Chunks(2, 3),
+        {"blocks": lambda m: list(m.blocks[0])},
+        "similar blocks outside",
+    ),
+    "one stage": (lambda: kinds.stages((32, 2), (48, 3)), {"blocks": lambda m: m[1].blocks}, "similar blocks outside"),
+    "three of four attributes": (
+        kinds.Attributes,
+        {"blocks": lambda m: list(m.children())[:3]},
+        "similar blocks outside",
+    ),
+    "an encoder of two": (lambda: kinds.EncoderDecoder(1), {"blocks": lambda m: m.encoder.layers}, "similar blocks"),
+    "blocks in another order": (kinds.Stack, {"blocks": lambda m: m.layers[::-1]}, "in this order"),
+    "blocks of another model": (kinds.Stack, {"blocks": lambda m: kinds.Stack().layers}, "no part of this Stack"),
+    "no module runs a block": (
+        kinds.Pairs,
+        {},
+        r"norms=\[\(block\[0\].norm, block\[1\].norm\) for block in model.layers\]",
+    ),
+    "hidden and residual": (lambda: kinds.ResidualStack(kinds.Residual), {}, r"norms=\[\(block.n1, block.n2\)"),
+    "a norm twice": (kinds.Stack, {"norms": lambda m: [(b.n1, b.n1) for b in m.layers]}, "given twice"),
+    "a norm of another model": (
+        kinds.Stack,
+        {"norms": lambda m: [(b.n1, nn.LayerNorm(2)) for b in m.layers]},
+        "no part",
+    ),
+    "norms in another order": (kinds.Stack, {"norms": lambda m: [(b.n2, b.n1) for b in m.layers]}, "in place 1"),
+    "pairs of unequal length": (
+        kinds.Stack,
+        {"norms": lambda m: [(m.layers[0].n1,), (m.layers[1].n1, m.layers[1].n2)]},
+        "1 and 2 norms a block",
+    ),
+    "pairs of two blocks": (kinds.Stack, {"norms": shifted}, "not all of them"),
+    "a norm that runs twice": (kinds.Looped, {"norms": lambda m: [(b.n1, b.n2) for b in m.stack.layers]}, "2 times"),
+    "a norm that does not run": (
+        kinds.Towers,
+        {"norms": lambda m: [(b.n1, b.n2) for b in m.text.layers], "example": lambda m: lambda m: m.image(X)},
+        "0 times",
+    ),
+    "no norms": (kinds.Stack, {"norms": lambda m: 3}, "pairs of modules"),
+    "blocks and norms": (
+        kinds.Stack,
+        {"norms": lambda m: [(b.n1, b.n2) for b in m.layers], "blocks": lambda m: m.layers},
+        "Give one of them",
+    ),
+    "a stream that is read elsewhere": (
+        lambda: kinds.Stack(kinds.Fused),
+        {"norms": lambda m: [(b.norm, b.o) for b in m.layers]},
+        "given by norms= is no norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_be_wrong_is_refused_and_left_unchanged(kind):
+    make, options, message = REFUSED[kind]
+    torch.manual_seed(0)
+    model = make()
+    types = [type(module) for module in model.modules()]
+    options = {name: make_option(model) for name, make_option in options.items()}
+    with pytest.raises(LNSError, match=f"(?s){message}"):
+        olmo_lns.apply(model, **{"example": X, **options})
+    assert [type(module) for module in model.modules()] == types and not list(sites.sites(model))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -1,0 +1,318 @@
+"""Small models of the kinds that packages such as timm, vit-pytorch, flash-attn and diffusers hold."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+D = 32
+
+
+def attention(qkv):
+    return F.scaled_dot_product_attention(*qkv.chunk(3, -1))
+
+
+class Block(nn.Module):
+    """A Pre-LN block as in a vision transformer."""
+
+    def __init__(self, d=D):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.o, self.up, self.down = (
+            nn.Linear(d, 3 * d),
+            nn.Linear(d, d),
+            nn.Linear(d, 2 * d),
+            nn.Linear(2 * d, d),
+        )
+
+    def attn(self, x):
+        return self.o(attention(self.qkv(x)))
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        x = x + self.attn(self.n1(x))
+        return x + self.mlp(self.n2(x))
+
+
+class Stack(nn.Module):
+    """Blocks in a list. :param make: makes a block."""
+
+    def __init__(self, make=Block, count=4):
+        super().__init__()
+        self.layers, self.out = nn.ModuleList([make() for _ in range(count)]), nn.LayerNorm(D)
+
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x)
+        return self.out(x)
+
+
+class Fused(nn.Module):
+    """One norm and one projection for both branches, as in PaLM."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fused = nn.LayerNorm(D), nn.Linear(D, 7 * D, bias=False)
+        self.o, self.down = nn.Linear(D, D, bias=False), nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x):
+        qkv, gate, up = self.fused(self.norm(x)).split([3 * D, 2 * D, 2 * D], -1)
+        return x + self.o(attention(qkv)) + self.down(F.silu(gate) * up)
+
+
+class Wrapped(nn.Module):
+    """A block with one norm in a wrapper, as litgpt's Falcon under a wrapper of its user."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Fused()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Scales(nn.Module):
+    """Both branches behind a factor for each channel, as timm's ``ParallelScalingBlock`` with LayerScale."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down, self.gamma = nn.Linear(D, D), nn.Linear(D, D), nn.Parameter(torch.full((D,), 0.1))
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.gamma * (self.o(attention(self.qkv(h))) + self.down(F.relu(self.up(h))))
+
+
+class AttentionAlone(nn.Module):
+    """An attention sub-layer. :param parts: the number of its outputs that are added to the stream."""
+
+    def __init__(self, parts=1, projected=True):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.qkv = nn.ModuleList([nn.Linear(D, 3 * D) for _ in range(parts)])
+        self.o = nn.ModuleList([nn.Linear(D, D) if projected else nn.Identity() for _ in range(parts)])
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + sum(o(attention(qkv(h))) for qkv, o in zip(self.qkv, self.o, strict=True))
+
+
+class SharedExperts(nn.Module):
+    """A feed-forward sub-layer with two outputs that are added to the stream, as an MoE with a shared expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + F.relu(self.one(h)) + F.relu(self.two(h))
+
+
+class Chunk(nn.ModuleList):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Chunks(nn.Module):
+    """Blocks in chunks, padded as DINOv2's. :param sizes: the number of blocks in each chunk."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.blocks = nn.ModuleList(
+            Chunk([nn.Identity()] * start + [Block() for _ in range(size)])
+            for start, size in zip(starts, sizes, strict=True)
+        )
+
+    def forward(self, x):
+        for chunk in self.blocks:
+            x = chunk(x)
+        return x
+
+
+class Stage(nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.down, self.blocks = nn.LazyLinear(width), nn.Sequential(*(Block(width) for _ in range(count)))
+
+    def forward(self, x):
+        return self.blocks(self.down(x))
+
+
+def stages(*shapes):
+    """Stages of other widths, as in Swin. :param shapes: width and number of blocks of each."""
+    model = nn.Sequential(*(Stage(*shape) for shape in shapes))
+    model(torch.zeros(1, 2, D))
+    return model
+
+
+class Pooled(nn.Module):
+    """A stream of shape (batch, channels, height, width), as in PoolFormer."""
+
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2 = nn.GroupNorm(1, D), nn.GroupNorm(1, D)
+        self.pool = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+        self.up, self.down = nn.Conv2d(D, 2 * D, 1), nn.Conv2d(2 * D, D, 1)
+
+    def forward(self, x):
+        h = self.n1(x)
+        x = x + self.pool(h) - h
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+class PreNorm(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.function = nn.LayerNorm(D), function
+
+    def forward(self, x):
+        return self.function(self.norm(x))
+
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.o(attention(self.qkv(x)))
+
+
+class Pairs(nn.Module):
+    """No module runs a block, as in vit-pytorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([PreNorm(Attend()), PreNorm(nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)))])
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for attn, ff in self.layers:
+            x = x + attn(x)
+            x = x + ff(x)
+        return x
+
+
+class Residual(Block):
+    """Takes and returns (hidden, residual), whose sum is the stream, as flash-attn's block."""
+
+    def forward(self, hidden, residual=None):
+        residual = hidden if residual is None else hidden + residual
+        residual = residual + self.attn(self.n1(residual))
+        return self.mlp(self.n2(residual)), residual
+
+
+class ResidualStack(Stack):
+    def forward(self, x):
+        residual = None
+        for block in self.layers:
+            x, residual = block(x, residual)
+        return self.out(x + residual)
+
+
+class FunctionalEnd(Block):
+    """A feed-forward branch that ends in a norm that is a function. :param gain: of that norm."""
+
+    def __init__(self, gain=False):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(D)) if gain else None
+
+    def mlp(self, x):
+        return F.rms_norm(super().mlp(x), (D,), self.gain)
+
+
+class UnitAttention(Block):
+    """An attention branch that ends in a division by its size."""
+
+    def attn(self, x):
+        return F.normalize(super().attn(x), dim=-1)
+
+
+class TwoStreams(nn.Module):
+    """Two streams, each with norms of its own. :param joined: by a norm of one that the other reads, as in TNT."""
+
+    def __init__(self, joined=False):
+        super().__init__()
+        self.one, self.two, self.join = Block(), Block(), nn.Linear(D, D)
+        self.join_norm = nn.LayerNorm(D) if joined else nn.Identity()
+
+    def forward(self, x, y):
+        x = self.one(x)
+        return x, self.two(y + self.join(self.join_norm(x))[:, :5])
+
+
+class Context(Block):
+    """Attention over keys of a second stream, which the block normalises and returns, as Flux's double blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.context_norm, self.context_out = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x, y):
+        h = torch.cat([self.n1(x), self.context_norm(y)], 1)
+        h = self.attn(h)
+        x = x + h[:, : x.shape[1]]
+        return x + self.mlp(self.n2(x)), y + self.context_out(h[:, x.shape[1] :])
+
+
+class TwoStreamStack(Stack):
+    def forward(self, x):
+        y = x.flip(1)[:, :5]
+        for block in self.layers:
+            x, y = block(x, y)
+        return self.out(x) + y.mean()
+
+
+class EncoderDecoder(nn.Module):
+    """A decoder that runs several times for one run of the encoder, as in generation."""
+
+    def __init__(self, times=3):
+        super().__init__()
+        self.encoder, self.decoder, self.times = Stack(), Stack(), times
+
+    def forward(self, x):
+        memory = self.encoder(x)
+        for _ in range(self.times):
+            x = self.decoder(x + memory)
+        return x
+
+
+class Looped(nn.Module):
+    """Blocks that a forward runs twice, as in a universal transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x):
+        return self.stack(self.stack(x))
+
+
+class Towers(nn.Module):
+    """Two towers of the same class, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = Stack(), Stack(count=3)
+
+    def forward(self, x):
+        return self.image(x) + self.text(x.flip(1))
+
+
+class Attributes(nn.Module):
+    """Four blocks that are attributes and no list."""
+
+    def __init__(self):
+        super().__init__()
+        self.b0, self.b1, self.b2, self.b3 = (Block() for _ in range(4))
+
+    def forward(self, x):
+        return self.b3(self.b2(self.b1(self.b0(x))))
