@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Mapping, Sequence
@@ -66,11 +65,12 @@ class Located:
         return [model.get_submodule(block or norms[0].rpartition(".")[0]) for block, norms in names]
 
     def norms_of(self, model: nn.Module) -> dict[str, list[nn.Module]]:
-        """Return the norms of a model: name of the norm without numbers -> that norm in all blocks."""
+        """Return the norms of a model: name of the norm, ``*`` for numbers -> that norm in all blocks."""
         norms: dict[str, list[nn.Module]] = {}
         for names in self.norms:
             for name in names:
-                norms.setdefault(re.sub(r"\d+", "#", name), []).append(model.get_submodule(name))
+                place = ".".join("*" if part.isdigit() else part for part in name.split("."))
+                norms.setdefault(place, []).append(model.get_submodule(name))
         return norms
 
 
