@@ -425,5 +425,5 @@ def test_gains_that_are_equal_in_a_norm_and_differ_between_blocks_hold_a_factor(
     with torch.no_grad():
         for number, block in enumerate(model.layers.values(), start=1):
             block.n1.weight.mul_(number**-0.5)
-    with pytest.raises(CheckpointMismatchError, match="its norm n1 are not at their start"):
+    with pytest.raises(CheckpointMismatchError, match="its norm .*n1 are not at their start"):
         olmo_lns.apply(model)
