@@ -330,7 +330,7 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
         return ""
     found = drawing.measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
-    if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, stack) == "":
+    if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, located) == "":
         raise MeasurementError(
             f"{type(model).__name__}: found residual output projections drawn by another rule ({found.values}), "
             "expected 1 or 1/sqrt(2L) times the others. This version of transformers draws them in another way: "
