@@ -58,7 +58,9 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(kind, options
 
 def test_gains_that_hold_the_factor_are_refused():
     folded = fold(apply(transformers.LlamaForCausalLM(stock("llama").config)))
-    with pytest.raises(CheckpointMismatchError, match="LlamaForCausalLM: the weights of its norm .*input_layernorm are"):
+    with pytest.raises(
+        CheckpointMismatchError, match="LlamaForCausalLM: the weights of its norm .*input_layernorm are"
+    ):
         apply(folded)
 
 
