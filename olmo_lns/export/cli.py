@@ -21,11 +21,13 @@ examples:
 then compare: olmo-lns verify runs/lns/step1000 model
 """
 _VERIFY = """\
-Run a checkpoint and its export on the same random tokens and compare.
+Compare an export with what the exporter wrote into export_receipt.json, and with its checkpoint.
 
-The export passes if its config agrees in every setting that changes the model's function, if every weight equals the
-folded weight of the checkpoint, and if the logits agree: in fp32 to 1e-5 of the largest logit; in bf16 or fp16 to twice
-the error of the checkpoint itself in that dtype.
+The receipt has logits of the trained model on fixed tokens, rotary frequencies, dtypes and tying. `olmo-lns verify
+EXPORT` checks them alone, in any version of transformers. With the checkpoint, both run on the same random tokens as
+well. The export passes if its config agrees in every setting that changes the model's function, if every weight equals
+the folded weight of the checkpoint, and if the logits agree: in fp32 to 1e-5 of the largest logit; in bf16 or fp16 to
+twice the error of the checkpoint itself in that dtype.
 """
 _SCHEME = "scheme of a checkpoint whose config names none, such as lns or lns:exponent=0.25"
 
@@ -33,9 +35,10 @@ _SCHEME = "scheme of a checkpoint whose config names none, such as lns or lns:ex
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns export``. :raises LNSError: the export is refused or fails; no output is left."""
     args = _export_parser().parse_args(argv)
-    from olmo_lns.export import megatron
+    from olmo_lns.export import megatron, receipt
     from olmo_lns.export.convert import OUTPUT_FORMATS, convert, new_folder, write_tokenizer
     from olmo_lns.export.open import kind_of, module_of, open_checkpoint
+    from olmo_lns.export.spellings import differences
     from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH_DTYPES.get(args.dtype)
@@ -57,16 +60,20 @@ def main(argv: Sequence[str]) -> int:
             iteration = megatron.save_folded(folder, unfinished, scheme)
             lines = [f"Megatron torch_dist, {iteration}: load it with --finetune, without --layernorm-scaling"]
         else:
-            opened = open_checkpoint(folder, scheme)
+            opened = open_checkpoint(args.checkpoint, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and output_format == kind:
                 raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Give its scheme, as --scheme lns.")
+            known = receipt.of_trained(opened)
             stock = convert(opened, output_format, dtype)
             result = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(stock.model).__name__}: {result}"]
             if output_format == HF:
                 lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
             module_of(output_format).save(stock, unfinished)
+            receipt.write(known, stock, unfinished)
+            if output_format == HF:
+                lines += [f"warning: {sentence}" for sentence in differences(unfinished)]
         size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     print(*lines, "no optimizer state: its moments belong to the unfolded weights", sep="\n")
     print(f"wrote {out}: {size / 1e6:,.1f} MB")
@@ -90,7 +97,7 @@ def verify(argv: Sequence[str]) -> int:
     """Run ``olmo-lns verify``. Exit code 0 if the export computes the same as the checkpoint, else 1."""
     parser = Parser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
-    add("checkpoint", type=as_path, help="the LNS checkpoint")
+    add("checkpoint", type=as_path, nargs="?", help="the LNS checkpoint; without it, the export's receipt is enough")
     add("export", type=as_path, help="the folder that olmo-lns export wrote")
     add("--scheme", help=_SCHEME)
     add("--length", type=at_least(2), default=64, help="tokens in each of the 8 prompts (default %(default)s)")

@@ -13,6 +13,7 @@ import torch
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened, module_of
+from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
@@ -90,4 +91,5 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(opened.eos_token_id)
     tokenizer.model_max_length = opened.max_length
     tokenizer.save_pretrained(out)
+    rewrite_tokenizer(out)
     return f"tokenizer {name}: {size} tokens; the checkpoint's end of text is {tokenizer.eos_token!r}"

@@ -14,6 +14,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
 from olmo_lns.export.open import Opened, readable
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
+from olmo_lns.export.spellings import rewrite_config, with_all_spellings
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
@@ -34,9 +35,11 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     register()
     with readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
+        values, _ = transformers.PretrainedConfig.get_config_dict(folder)
+        config = type(config).from_dict(with_all_spellings(values))  # another version may have written the folder
         loader = getattr(transformers, auto_class(config))
         saved = SavedWeights(folder)
-        model = _load(loader, folder, folder, torch_dtype=widest(saved.dtypes.values()) or "auto")
+        model = _load(loader, folder, folder, config=config, torch_dtype=widest(saved.dtypes.values()) or "auto")
         require_one_head(saved, model, folder)
     has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
     eos = getattr(config, "eos_token_id", None)
@@ -103,7 +106,9 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     from olmo_lns.integrations.transformers import fold
 
     model: Any = opened.model
-    stock = (model if opened.scheme.is_pre_ln else fold(model, dtype)).to(dtype=dtype)
+    stock = model if opened.scheme.is_pre_ln else fold(model, dtype)
+    for parameter in stock.parameters():  # buffers, such as rotary frequencies, keep their dtype
+        parameter.data = parameter.data.to(dtype or parameter.dtype)
     return replace(opened, model=stock, scheme=PRE_LN, config=settings(stock))
 
 
@@ -184,6 +189,7 @@ def special_tokens(opened: Opened) -> dict[str, int | None]:
 
 
 def save(opened: Opened, out: Path) -> None:
-    """Write the model in transformers' format."""
+    """Write the model in transformers' format, with a config that every supported version reads alike."""
     model: Any = opened.model
     model.save_pretrained(out)
+    rewrite_config(out)

@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its export: config, every weight, logits."""
+"""Compare an export with its receipt and with its checkpoint: config, every weight, logits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any, Mapping
 import torch
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import HF, MEGATRON
+from olmo_lns.export import HF, MEGATRON, receipt
 from olmo_lns.export.convert import OUTPUT_FORMATS, convert
 from olmo_lns.export.huggingface import logits, prompt
-from olmo_lns.export.open import open_checkpoint
+from olmo_lns.export.open import Opened, open_checkpoint
 from olmo_lns.schemes import Scheme
 
-#: Largest logit difference in fp32, relative to the largest logit.
-TOLERANCE = 1e-5
 #: Number of random prompts.
 PROMPTS = 8
 #: Prefixes of settings that do not change the function of a model in evaluation mode.
@@ -30,42 +28,63 @@ _NEUTRAL = (
 )
 
 
-def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> tuple[list[str], bool]:
-    """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
+def verify(
+    checkpoint: Path | None, export: Path, *, scheme: Scheme | None = None, length: int = 64
+) -> tuple[list[str], bool]:
+    """Compare an export with the receipt beside it and with its checkpoint.
 
+    :param checkpoint: None compares with the receipt only.
     :param scheme: scheme of a checkpoint whose config names none. :param length: tokens in each prompt.
     :returns: one line for each comparison and difference, and True if the export computes the same as the checkpoint.
-    :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
+    :raises LNSConfigError: either cannot be opened (weights are missing, say), the export still needs its factor, or
+        there is nothing to compare with.
 
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
         raise LNSConfigError(f"There is no such folder: {export}. Give the folder that olmo-lns export wrote.")
-    if checkpoint.resolve() == export.resolve():
+    if checkpoint is not None and checkpoint.resolve() == export.resolve():
         raise LNSConfigError(f"{export} is the checkpoint itself. Give the folder of its export.")
-    exported = open_checkpoint(export)
+    exported, known = open_checkpoint(export), receipt.read(export)
     if not exported.scheme.is_pre_ln:
         raise LNSConfigError(
             f"{export} still needs its factor ({exported.scheme}). Give the checkpoint and its export: olmo-lns verify "
             "CHECKPOINT EXPORT."
         )
-    opened = open_checkpoint(checkpoint, scheme)
-    if exported.kind not in OUTPUT_FORMATS[opened.kind]:
-        raise LNSConfigError(
-            f"{export} is not an export of {checkpoint}: {opened.kind} is never exported as {exported.kind}."
-        )
+    if known is None and checkpoint is None:
+        raise LNSConfigError(f"{export} has no {receipt.FILE}. Give its checkpoint too: verify CHECKPOINT EXPORT.")
+    lines, differences = receipt.compare(known, exported) if known else ([], [])
+    if checkpoint is not None:
+        opened = open_checkpoint(checkpoint, scheme)
+        if exported.kind not in OUTPUT_FORMATS[opened.kind]:
+            raise LNSConfigError(
+                f"{export} is not an export of {checkpoint}: {opened.kind} is never exported as {exported.kind}."
+            )
+        more_lines, more_differences = _compare(opened, exported, length, known)
+        lines, differences = lines + more_lines, differences + more_differences
+    return [*(f"differs                 {line}" for line in differences), *lines], not differences
+
+
+def _compare(
+    opened: Opened, exported: Opened, length: int, known: dict[str, Any] | None
+) -> tuple[list[str], list[str]]:
+    """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
+
+    :returns: lines for the user, and a line for each difference.
+    """
     dtype = next(exported.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
     reference = opened.model.float()
+    differences = receipt.compare_checkpoint(known, reference) if known else []
     with torch.inference_mode():
         expected, actual = logits(reference, ids).double(), logits(exported.model, ids).double()
-        allowed = TOLERANCE * float(expected.abs().max())
+        allowed = receipt.TOLERANCE * float(expected.abs().max())
         if dtype != torch.float32:  # twice the error of the checkpoint itself in that dtype
             rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
             allowed = 2 * float((rounded - expected).abs().max())
     refolded = convert(opened, HF if exported.kind == MEGATRON else exported.kind, dtype)
     weights = refolded.model.state_dict()
-    differences = _config_differences(refolded.config, exported.config)
+    differences += _config_differences(refolded.config, exported.config)
     try:  # within one rounding
         torch.testing.assert_close(exported.model.state_dict(), weights, rtol=torch.finfo(dtype).eps, atol=0.0)
     except AssertionError as error:
@@ -74,13 +93,14 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     if actual.shape == expected.shape:
         largest = float((actual - expected).abs().max().nan_to_num(nan=math.inf))
         agreement = float((actual.argmax(-1) == expected.argmax(-1)).double().mean())
+    if not largest <= allowed:
+        differences.append(f"logits: they differ by {largest:.3e} from the checkpoint's, allowed {allowed:.3e}")
     lines = [
-        *(f"differs                 {line}" for line in differences),
         f"weights compared        {len(weights)}",
         f"max |difference|, logit {largest:.3e} (allowed {allowed:.3e})",
         f"top-1 agreement         {agreement:.2%}",
     ]
-    return lines, not differences and largest <= allowed
+    return lines, differences
 
 
 def _config_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:

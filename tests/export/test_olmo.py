@@ -38,7 +38,11 @@ def test_stock_software_computes_the_same(name, tmp_path, capsys):
     assert export(folder, tmp_path / "olmo") == 0
     stock = load_olmo(tmp_path / "olmo")
     assert relative(logits(stock, IDS), expected) <= 1e-5 and verify(folder, tmp_path / "olmo") == 0
-    assert sorted(path.name for path in (tmp_path / "olmo").iterdir()) == ["config.yaml", "model.pt"]
+    assert sorted(path.name for path in (tmp_path / "olmo").iterdir()) == [
+        "config.yaml",
+        "export_receipt.json",
+        "model.pt",
+    ]
     config = yaml.safe_load((tmp_path / "olmo" / "config.yaml").read_text())
     assert config["model"]["layer_norm_type"] == name.partition("_")[0]
     if not like:

@@ -1,0 +1,192 @@
+"""What the exporter knew of a model, in a file beside the export, so that a later check does not depend on a new load.
+
+If a version of transformers misreads an export, it misreads the checkpoint in the same way: the two agree, and both are
+wrong. The receipt has logits of the trained model on fixed tokens, from before the fold, and the rotary frequencies,
+dtypes and tying of the export. It can be checked in another version than the exporter's, and without the checkpoint.
+
+transformers, vLLM, llama.cpp, OLMo and OLMo-core open files by their own names and by the endings ``.safetensors``,
+``.bin``, ``.pt``, ``.gguf``, ``.distcp``, ``.py`` and ``.jinja``; they ignore :data:`FILE`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import HF
+from olmo_lns.export.huggingface import logits, prompt
+from olmo_lns.export.open import Opened
+from olmo_lns.export.saved_weights import SavedWeights
+
+#: Name of the file.
+FILE = "export_receipt.json"
+#: Largest logit difference in fp32, relative to the largest logit.
+TOLERANCE = 1e-5
+#: Largest relative difference of two rotary frequencies.
+_ROTARY_TOLERANCE = 1e-4
+#: Number and length of the prompts, and number of tokens of the vocabulary, evenly spaced, whose logits are kept.
+_PROMPTS, _LENGTH, _TOKENS = 4, 32, 64
+
+
+def of_trained(opened: Opened) -> dict[str, Any]:
+    """Return what only the model before the fold shows: its scheme, and logits of fixed prompts, computed in fp32.
+
+    A model that cannot run on this machine (mixtures of experts that need a GPU) has no logits in its receipt.
+    """
+    model: Any = opened.model
+    entries: dict[str, Any] = {"scheme": str(opened.scheme)}
+    dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
+    try:
+        inputs = prompt(model, _PROMPTS, min(_LENGTH, opened.max_length))
+        values = logits(model.float(), inputs)
+    except (RuntimeError, ImportError, NotImplementedError):
+        return entries
+    finally:  # exact: every value of the narrower dtype is one of fp32
+        for parameter, dtype in dtypes.items():
+            parameter.data = parameter.data.to(dtype)
+    kept = torch.linspace(0, values.shape[-1] - 1, min(_TOKENS, values.shape[-1])).long().unique()
+    entries |= {"tokens": kept.tolist(), "logits": values[..., kept].tolist(), "largest": float(values.abs().max())}
+    return entries | {"prompt": None if inputs.is_floating_point() else inputs.tolist()}
+
+
+def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
+    """Write the receipt of an export. :param entries: from :func:`of_trained`. :param stock: the exported model."""
+    error = 0.0
+    if "logits" in entries:
+        error = _largest_difference(entries, stock.model)
+        if not error <= 0.1 * entries["largest"]:
+            raise LNSConfigError(
+                f"{stock.folder}: the exported model computes other logits than the checkpoint: they differ by "
+                f"{error:.1e}, the largest is {entries['largest']:.1e}. Give --dtype fp32; if that fails as well, "
+                "report this error."
+            )
+    entries = {"exported_with": _versions(), **entries, "error": error, **_of_export(stock, folder)}
+    (folder / FILE).write_text(json.dumps(entries), encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """Return the receipt beside an export; None without one. :raises LNSConfigError: the file is damaged."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"scheme": entries["scheme"], **entries}
+    except (ValueError, KeyError, TypeError) as error:
+        raise LNSConfigError(
+            f"{path} is damaged ({type(error).__name__}). Expected the file that olmo-lns export wrote. Export again, "
+            "or remove the file to compare with the checkpoint only."
+        ) from None
+
+
+def compare(entries: dict[str, Any], exported: Opened) -> tuple[list[str], list[str]]:
+    """Compare an export, as it is loaded here, with its receipt.
+
+    :returns: lines for the user, and a line for each difference.
+    """
+    found = _of_export(exported, exported.folder)
+    wrong = [
+        f"{name}: found {found[name]}, the exporter wrote {entries[name]}"
+        for name in ("dtypes", "tied")
+        if found[name] != entries.get(name)
+    ]
+    if not _same_rotary(found["rotary"], entries.get("rotary")):
+        wrong.append(
+            f"rotary embedding: transformers {_versions().get('transformers')} computes other frequencies "
+            f"({_shown(found['rotary'])}) than the exporter ({_shown(entries.get('rotary'))})"
+        )
+    if "logits" not in entries:
+        return ["the receipt has no logits"], wrong
+    difference, allowed = _largest_difference(entries, exported.model), _allowed(entries)
+    if not difference <= allowed:
+        wrong.append(f"logits: they differ by {difference:.3e} from the exporter's, allowed {allowed:.3e}")
+    return [f"from the exporter's     {difference:.3e} (allowed {allowed:.3e}; {_names(entries)})"], wrong
+
+
+def compare_checkpoint(entries: dict[str, Any], model: nn.Module) -> list[str]:
+    """Return a line if the checkpoint, as it is loaded here in fp32, computes other logits than at its export."""
+    if "logits" not in entries:
+        return []
+    difference, allowed = _largest_difference(entries, model), TOLERANCE * entries["largest"]
+    if difference <= allowed:
+        return []
+    return [
+        f"checkpoint: as it is loaded here ({_names({'exported_with': _versions()})}), its logits differ by "
+        f"{difference:.3e} from those at its export ({_names(entries)}). Its files changed, or a version here misreads "
+        "them. `olmo-lns verify EXPORT` checks the export alone."
+    ]
+
+
+def _of_export(stock: Opened, folder: Path) -> dict[str, Any]:
+    """Return the dtypes and, for transformers, the tying and the rotary frequencies of an export."""
+    dtypes = {str(tensor.dtype) for tensor in stock.model.parameters()}
+    entries: dict[str, Any] = {"dtypes": sorted(name.removeprefix("torch.") for name in dtypes)}
+    if stock.kind != HF:
+        return entries | {"tied": None, "rotary": None}
+    saved = {str(dtype) for dtype in SavedWeights(folder).dtypes.values()}
+    entries["dtypes"] = sorted(name.removeprefix("torch.") for name in saved)
+    model: Any = stock.model
+    return entries | {"tied": bool(getattr(model.config, "tie_word_embeddings", False)), "rotary": _rotary(model)}
+
+
+def _rotary(model: nn.Module) -> list[list[float]]:
+    """Return the different rows of rotary frequencies in a transformers model, radians a position."""
+    rows: set[tuple[float, ...]] = set()
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            rows.add(tuple(float(f"{value:.6g}") for value in buffer.float().flatten().tolist()))
+    return [list(row) for row in sorted(rows)]
+
+
+def _same_rotary(found: Any, expected: Any) -> bool:
+    if not found or not expected:  # a family that keeps no frequencies in one of the versions
+        return True
+    if list(map(len, found)) != list(map(len, expected)):
+        return False
+    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+    return all(math.isclose(one, other, rel_tol=_ROTARY_TOLERANCE) for one, other in pairs)
+
+
+def _shown(rotary: Any) -> str:
+    return "; ".join(f"{row[0]:.4g} to {row[-1]:.4g}" for row in rotary or ()) or "none"
+
+
+def _largest_difference(entries: dict[str, Any], model: nn.Module) -> float:
+    """Return the largest difference from the recorded logits; infinite for another shape or NaN."""
+    expected = torch.tensor(entries["logits"], dtype=torch.float64)
+    recorded = entries["prompt"]
+    inputs = prompt(model, len(expected)) if recorded is None else torch.tensor(recorded)
+    actual = logits(model, inputs).double()
+    if actual.shape[-1] <= max(entries["tokens"]):
+        return math.inf
+    actual = actual[..., entries["tokens"]]
+    if actual.shape != expected.shape:
+        return math.inf
+    return float((actual - expected).abs().nan_to_num(nan=math.inf).max())
+
+
+def _allowed(entries: dict[str, Any]) -> float:
+    """Return the allowed difference: the rounding of fp32, or twice that of the exported dtype at the export."""
+    return float(max(TOLERANCE * entries["largest"], 2.0 * entries["error"]))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("transformers", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _names(entries: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in entries.get("exported_with", {}).items())
