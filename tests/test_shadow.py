@@ -172,3 +172,12 @@ def test_inference_mode_is_refused_in_a_sentence():
     with torch.inference_mode(), pytest.raises(LNSConfigError, match="Call apply before inference mode begins"):
         olmo_lns.apply(model)
     assert not factors(model)
+
+
+def test_weights_that_accelerate_keeps_elsewhere_are_no_reason_for_a_shadow():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model := Model(added_in_place))
+    with pytest.raises(LNSConfigError, match="accelerate has offloaded the weights of embedding.0"):
+        olmo_lns.apply(model)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert factors(olmo_lns.apply(model)) == EXPECTED

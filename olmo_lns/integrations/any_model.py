@@ -82,6 +82,7 @@ def require_unwrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
     refuse_wrappers(model)
+    refuse_offloaded(model)
     if torch.is_inference_mode_enabled():
         raise LNSConfigError(
             "apply was called inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are "
@@ -97,6 +98,18 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise LNSConfigError(
                 f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP: its norms can no longer be measured. "
                 "Apply first: build the model, apply the scheme, then compile and wrap."
+            )
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Refuse a model whose weights accelerate keeps elsewhere. :raises LNSConfigError: the module with such weights."""
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+            raise LNSConfigError(
+                f"accelerate has offloaded the weights of {name or type(model).__name__} to the CPU or the disk and "
+                "loads them for each forward. Expected weights in the model itself. Load the model without device_map= "
+                "or offloading, or call accelerate.hooks.remove_hook_from_submodules(model) first."
             )
 
 

@@ -113,6 +113,7 @@ def fold(model: Any, dtype: Any = None) -> Any:
 
     if not hasattr(model, "lns_made_of"):
         raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
+    any_model.refuse_offloaded(model)
     models.check(model)
     with any_model.undisturbed(model):
         fold_norms(model, any_model.forward(model, models.usual_example(model)), dtype)
