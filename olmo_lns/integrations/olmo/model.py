@@ -42,7 +42,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
             init(self, config, *args, **kwargs)
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
         config.lns_built = True
-        if selected:
+        if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
             start_up.write_line(_line(self, scheme, initialization, measured))
 
     return wrapped
@@ -79,8 +79,7 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) 
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
-        end = f"; measured: {', '.join(measured)}" if measured else ""
-        return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}){end}"
+        return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}); measured: {', '.join(measured)}"
     line = start_up.start_up_line
     return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
 
