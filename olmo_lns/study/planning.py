@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import textwrap
 from typing import Any, Mapping, Sequence
@@ -12,6 +13,8 @@ from olmo_lns.study import pack, yaml_files
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
+
+log = logging.getLogger("olmo_lns")
 
 #: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
 GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
@@ -37,8 +40,11 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
     """Check that each run is its arm, and that runs of one size and seed differ only in the settings of their arms.
 
     :param settings: run name -> flat settings, for the runs to check; None takes all runs and their configs.
+    A difference in a setting of which it is not known whether it changes the loss is logged as a warning.
+
     :raises LNSConfigError: a run that is not its arm, or two runs that differ; the message has the key and both values.
     """
+    unknown: dict[str, str] = {}
     references: dict[tuple[str, int], Run] = {}
     if settings is None:
         settings = {run.name: run.settings for run in runs}
@@ -53,11 +59,21 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
         has_rate = reference.rate is not None or run.rate is not None
         allowed = engine.arm_keys | {*(engine.rate_keys if has_rate else ())}
         for key in sorted({*current, *expected} - allowed):
-            if engine.compared_keys.match(key) and current.get(key) != expected.get(key):
+            if current.get(key) == expected.get(key) or engine.ignored_keys.match(key):
+                continue
+            if not engine.compared_keys.match(key):
+                values = f"{expected.get(key)!r} in {reference.name}, {current.get(key)!r} in {run.name}"
+                unknown.setdefault(key, f"{key} ({values})")
+            else:
                 raise LNSConfigError(
                     f"{reference.name} and {run.name} differ in more than the arm: {key} is {expected.get(key)!r} and "
                     f"{current.get(key)!r}; their losses cannot be compared"
                 )
+    if unknown:
+        log.warning(
+            "Runs that are compared differ in settings that olmo-lns does not know: %s. Check whether they change the "
+            "loss.", "; ".join(unknown.values()),
+        )  # fmt: skip
 
 
 def problems_of(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:

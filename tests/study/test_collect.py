@@ -1,12 +1,20 @@
 """The results of a study are read from its runs, and runs that cannot be compared are refused."""
 
+import json
+from pathlib import Path
+
 import pytest
+from olmo.config import TrainConfig
+from omegaconf import OmegaConf
 from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.collect import collect, read_results
 from olmo_lns.study.describe import Study
+from olmo_lns.study.engines import ENGINES
+from olmo_lns.study.engines.base import flatten
+from olmo_lns.study.planning import compare_arms
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
 
@@ -55,6 +63,25 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
         built.finish("b-lns-s1", 2.3, **changed)
         with pytest.raises(LNSConfigError, match=message):
             collect(study, built.out)
+
+
+def test_a_setting_that_nobody_knows_is_reported_and_refuses_nothing(built, caplog):
+    runs = [run for run in built.study.runs if run.name in ("b-preln-s1", "b-lns-s1")]
+    settings = {run.name: run.settings | {"a_newer_option": run.arm} for run in runs}
+    compare_arms(runs, settings)
+    assert "a_newer_option ('preln' in b-preln-s1, 'lns' in b-lns-s1)" in caplog.text
+
+
+def test_of_every_setting_it_is_known_whether_it_changes_the_loss():
+    """OLMo's by its own config, Megatron's model by its parser's recorded arguments."""
+    config = OmegaConf.to_container(OmegaConf.structured(TrainConfig))
+    arguments = json.loads((Path(__file__).parents[1] / "support" / "megatron_arguments.json").read_text())
+    megatron = {name: None for recorded in arguments.values() for name in recorded}
+    for name, settings in (("olmo", flatten(config)), ("megatron", megatron)):
+        engine = ENGINES[name]
+        for key in settings:
+            known = [bool(keys.match(key)) for keys in (engine.compared_keys, engine.ignored_keys)]
+            assert sum(known) == 1 or key in engine.arm_keys, f"{name}: {key} is in {sum(known)} sets"
 
 
 def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built):

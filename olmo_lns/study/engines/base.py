@@ -94,7 +94,9 @@ class Engine(Protocol):
     :param name: value of ``framework:`` in a description. :param title: name in messages.
     :param file_key: top-level key that identifies the framework's config files.
     :param arm_keys: settings that define an arm and may differ between two arms of one size.
-    :param compared_keys: settings that change the loss by more than rounding; names, folders and the machine do not.
+    :param compared_keys: settings that change the loss by more than rounding. Runs that differ in one are refused.
+    :param ignored_keys: settings that do not: names, folders, the machine. A difference in a key of neither kind, which
+        a new version of the framework may have, is reported.
     :param base_arm: arm whose config file is the base of every arm without a file.
     :param save_variable, data_variable: environment variables that the config files read.
     :param shape_keys: field of :class:`Shape` -> the setting with the same value.
@@ -107,6 +109,7 @@ class Engine(Protocol):
     default_seed: int = 6198
     arm_keys: frozenset[str]
     compared_keys: re.Pattern[str]
+    ignored_keys: re.Pattern[str]
     base_arm: str = "preln"
     save_variable: str = "OLMO_SAVE_DIR"
     data_variable: str = "OLMO_DATA_DIR"

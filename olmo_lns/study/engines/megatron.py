@@ -167,10 +167,25 @@ class MegatronEngine(Engine):
     default_seed = 1234
     arm_keys = frozenset(DEFAULTS)
     compared_keys = re.compile(
-        r"(?!save|load|tensorboard|wandb|log_|timing|rank|local_rank|world_size|master_|data_parallel_size|one_logger|"
+        r"num_(layers|query_groups|attention_heads|experts)$|(ffn_)?hidden_size|kv_channels|group_query|seq_length|max_position"
+        r"|(train|valid|test|per_split)_|data_path|split|mock_data|dataloader_type|reset_|eod_|seed|global_batch_size|rampup"
+        r"|(min_)?lr|decoupled_|(start_|end_)?weight_decay|adam_|sgd_|muon_|optimizer$|clip_grad|override_opt|use_checkpoint"
+        r"|(bf|fp)\d|params_dtype|main_|exp_avg|grad_reduce|accumulate_allreduce|loss_scale|initial_loss|min_loss"
+        r"|attention_(dropout|softmax|output)|hidden_dropout|(norm|layernorm)_(eps|zero|scal)|normalization|apply_"
+        r"|(no_)?rope|rotary|use_rot|use_rope|position_|no_scaled_init|init_method|use_cpu_init|embedding_init|use_mup|mup_"
+        r"|swiglu|squared|glu_|quick|openai|onnx|activation_func|add_(bias|qkv|pos)|untie|vocab|padded_vocab|make_vocab|tokenizer"
+        r"|moe_|mtp_|multi_latent|mla_|[qkv]+_(lora|head|norm|l2|layernorm)|v_head|mamba_|is_hybrid|hybrid_|heterogeneous"
+        r"|experimental_attention|linear_|window_|softmax_type|spec$|finetune|label_smoothing|cross_entropy_loss(?!_fusion)|perform_|sft|fim_|skip_train"
+        r"|first_last_layers|num_layers_at_|calculate_per_token|pretrained_checkpoint|qk_clip|mscale|head_lr|use_precision_aware"
+    )
+    ignored_keys = re.compile(
+        r"(save|load|tensorboard|wandb|log_|timing|rank|local_rank|world_size|master_|data_parallel_size|one_logger|"
         r"micro_batch_size|tensor_model_parallel_size|(pipeline|virtual|context|decoder|encoder|transformer_pipeline)_|"
         r"num_layers_per_virtual|sequence_parallel|use_distributed_optimizer|overlap_|recompute_|exit_|eval_|app_tag|"
         r"num_workers|non_persistent_|ckpt_|async_save|distributed_|lns_config|norm_backend|iteration|consumed_)"
+        r"|.*_fusion$|attention_backend|use_flash_attn|transformer_impl|expert_(model|tensor)_|num_dataset_builder|profile|in(process|ference)_|straggler|manual_gc"
+        r"|tp_comm_|cp_comm|nccl|dist_ckpt_|ft_|fsdp_|ddp_|cuda_graph|enable_|check_|adlr_|no_(load|save)_|logging_level|.*memory"
+        r"|use_(dist_ckpt|persistent|pytorch_prof|ring|sharp|tp_pp|megatron_fsdp|torch_fsdp2)|data_cache_path|create_attention"
     )
     base_arm = "preln_scaled_init"  # the stock files, without a flag that would have to be removed
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"

@@ -65,8 +65,16 @@ class OLMoEngine(Engine):
     name, title, file_key = "olmo", "OLMo", "model"
     arm_keys = frozenset({"model.layer_norm_type", "model.init_fn"})
     compared_keys = re.compile(
-        r"model\.(?!init_device|flash_attention)|optimizer\.(?!metrics)|scheduler\.|data\.(paths|label_mask|memmap|generate|seed)"
-        r"|global_train_batch_size|max_|stop_at|precision|load_path|seed|epoch|softmax_auxiliary_loss"
+        r"model\.(?!init_device|flash_attention)|optimizer\.(?!metrics|record)|scheduler\."
+        r"|data\.(paths|datasets|label_mask|memmap|pad_direction|generate|seed|instance_filter|custom_dataset|drop_last)"
+        r"|global_train_batch_size|max_|stop_at|stop_after|precision|load_path$|seed|epoch|softmax_auxiliary_loss"
+        r"|auxiliary_loss_multiplier|early_stopping|reset_|fast_forward|restore_dataloader"
+    )
+    ignored_keys = re.compile(
+        r"run_name|dry_run|model\.(init_device|flash_attention)|optimizer\.(metrics|record)|evaluators|eval_|device_"
+        r"|data\.(num_workers|pin_memory|prefetch|persistent|timeout)|save_|remote_|canceled_|force_save|no_pre_train"
+        r"|load_path_|try_load|sharded_|new_style|wandb|speed_monitor|console|gen1|compile|distributed|fsdp|ddp|time_limit"
+        r"|single|extra_steps|python_|torch_|activation_checkpointing|fused_loss|hf_datasets|module_outputs|tokenizer\."
     )
     shape_keys = {
         "layers": "model.n_layers", "hidden_size": "model.d_model", "heads": "model.n_heads",

@@ -118,9 +118,17 @@ class OLMoCoreEngine(Engine):
     name, title, file_key = "olmo-core", "OLMo-core", "train_module"
     arm_keys = frozenset({_CLASS, _SCHEME, _EXPONENT, _INITIALIZATION, _NAME, _METHOD, _RESIDUAL})
     compared_keys = re.compile(
-        r"model\.(?!_CLASS_|block\.sequence_mixer\.(backend|use_flash))|dataset\.(paths|sequence|label_mask|tokenizer\.(?!id))"
-        r"|data_loader\.(global|seed|ignore)|train_module\.(optim|scheduler|max_|z_loss|autocast|label)"
-        r"|trainer\.(max_duration|load_path|hard_stop)|init_seed|residual_init"
+        r"model\.(?!_CLASS_|init_device|block\.sequence_mixer\.(backend|use_flash))"
+        r"|dataset\.(paths|mix$|dtype|sequence|max_target|label_mask|generate_doc|instance_filter|source|tokenizer\.(?!id))"
+        r"|data_loader\.(global|seed|ignore)|train_module\.(optim|scheduler|max_|z_loss|autocast|label|float8)"
+        r"|trainer\.(max_duration|load_|hard_stop|steps_to_skip)|init_seed|residual_init"
+    )
+    ignored_keys = re.compile(
+        r"_CLASS_|.*\._CLASS_$|run_name|model\.(init_device|block\.sequence_mixer\.(backend|use_flash))"
+        r"|dataset\.(mix_base|expand|metadata|include|work_dir|ignore|tokenizer\.id)"
+        r"|data_loader\.(work_dir|num_|prefetch|target_device)"
+        r"|train_module\.(rank_micro|compile|(pp|dp|tp|cp|ep|ac)_config|state_dict|load_key)"
+        r"|trainer\.(save_|work_dir|checkpointer|device|cancel|metrics|callbacks|async|bookkeeping|no_|checkpoints)"
     )
     shape_keys = {
         "layers": "model.n_layers", "hidden_size": "model.d_model", "heads": f"{_MIXER}.n_heads",

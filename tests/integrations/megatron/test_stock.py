@@ -19,7 +19,9 @@ def run(program, folder, tree, **variables):
     environment = megatron_launch.environment(RANK="0", WORLD_SIZE="1", **variables)
     if tree is not None:
         environment["PYTHONPATH"] = f"{tree}:{environment['PYTHONPATH']}"
-    launch.run([sys.executable, PROGRAMS / program, folder], cwd=folder, env=environment).ok()
+    # By -c, since Megatron's writer starts processes that would run a script again.
+    code = f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import {program}"
+    launch.run([sys.executable, "-c", code, folder], cwd=folder, env=environment).ok()
 
 
 def compare(program, tmp_path, tree=None):
@@ -31,11 +33,11 @@ def compare(program, tmp_path, tree=None):
 
 
 def test_constructors_and_the_loader_of_megatron_core(tmp_path):
-    wrapped = compare("stock_core.py", tmp_path)
+    wrapped = compare("stock_core", tmp_path)
     assert {"GPTModel", "BertModel", "T5Model", "dist_checkpointing.load"} < wrapped
 
 
 def test_arguments_models_and_checkpoints_of_megatron_training(tmp_path):
     """Checkpoints: sharded, legacy, DCP, NeMo's, without arguments, none, damaged, of a broken tracker."""
-    wrapped = compare("stock_training.py", tmp_path, megatron_launch.checkout())
+    wrapped = compare("stock_training", tmp_path, megatron_launch.checkout())
     assert "load_args_from_checkpoint" in wrapped

@@ -3,6 +3,8 @@
 Usage: ``stock_core.py FOLDER``; see ``stock_training.py``.
 """
 
+# ruff: noqa: E402  Megatron is imported after the stand-ins for CUDA
+
 import functools
 import sys
 from pathlib import Path
@@ -11,9 +13,8 @@ import torch
 from support import megatron_cpu, megatron_tiny, observing
 from support.megatron_tiny import SEQUENCE, VOCAB, config
 
-if __name__ == "__main__":  # Megatron's writer starts processes that import this file
-    folder = Path(sys.argv[1])
-    megatron_cpu.initialize()
+folder = Path(sys.argv[1])
+megatron_cpu.initialize()
 
 from megatron.core import dist_checkpointing
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -102,10 +103,9 @@ for name, model_class, keyword in (
         FUNCTIONS[name] = model_class.__init__
         cases[f"{name}: attention and MLP in turn"] = partial(hybrid, model_class, keyword)
         cases[f"{name}: no arguments"] = lambda model_class=model_class: model_class()
-if __name__ == "__main__":
-    for kind in ("saved", "damaged"):
-        (folder / kind).mkdir()
-        dist_checkpointing.save({"model": gpt().sharded_state_dict(), "step": 3}, str(folder / kind))
-    (damaged,) = (folder / "damaged").glob("*0.distcp")
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    observing.main(cases, FUNCTIONS, folder)
+for kind in ("saved", "damaged"):
+    (folder / kind).mkdir()
+    dist_checkpointing.save({"model": gpt().sharded_state_dict(), "step": 3}, str(folder / kind))
+(damaged,) = (folder / "damaged").glob("*0.distcp")
+damaged.write_bytes(damaged.read_bytes()[:100])
+observing.main(cases, FUNCTIONS, folder)

@@ -75,6 +75,8 @@ def provider(pre_process=True, post_process=True, config=None, **_):
 def save(name, ckpt_format):
     words = ["--ckpt-format", ckpt_format] if ckpt_format != "torch_dcp" else ["--ckpt-format", "torch_dist"]
     args = running(*words, "--save", str(folder / name), "--save-interval", "10")
+    global_vars._build_tokenizer(args)  # newer versions save it too
+    args.padded_vocab_size = 64
     args.ckpt_format = ckpt_format  # the parser wants FSDP2 for torch_dcp
     checkpointing.save_checkpoint(3, [provider()], None, None, 0)
 
