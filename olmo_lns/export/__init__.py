@@ -2,7 +2,8 @@
 
 The framework of a checkpoint opens it (:mod:`open`); :mod:`olmo_lns.folding` folds the weights in place; the framework
 of the output format saves them. Each format has a module: :mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`,
-:mod:`huggingface`. :mod:`verify` compares a checkpoint with its export.
+:mod:`huggingface`. :mod:`receipt` keeps what the exporter knew; :mod:`verify` compares an export with it and with the
+checkpoint.
 """
 
 #: Formats of an export.
