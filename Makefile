@@ -29,12 +29,13 @@ STAMP  := $(VENV)/.olmo-lns-setup
 # compiled, every process of the tests compiles torch and OLMo again (docs/decisions.md).
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
-# Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that
-# what a file builds once is built once; the slow ones stay whole files, the longest first.
-SLOW    = $(shell grep -rl --include="test_*.py" "mark\.slow" tests/upstream tests/integrations tests/study tests)
+# Each worker has one thread, because two workers with two threads each compete for two cores. A worker starts with half of the
+# tests in their order, so that most files build their models once.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
+# Slow tests share launches within a file, so a file stays on one worker. tests/conftest.py puts files with slow tests first.
+BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-exhaustive test-olmo-core test-gpu lint format clean
+.PHONY: release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-all test-exhaustive test-olmo-core test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -70,20 +71,25 @@ test-quick: $(SETUP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(QUICK) $(ARGS)
 
 test-slow: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS) $(if $(findstring tests/,$(ARGS)),,$(SLOW))
+	$(PYTEST) $(BY_FILE) -m "slow and not exhaustive and not gpu" $(ARGS)
+
+# `test` and `test-slow` in one run: each worker imports the frameworks once.
+test-all: setup
+	$(PYTEST) $(BY_FILE) -m "not exhaustive and not gpu" $(ARGS)
 
 # More layouts of what the slow tests show: before a release, and once a week on the public host.
 test-exhaustive: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
+	$(PYTEST) $(BY_FILE) -m "exhaustive and not gpu" $(ARGS)
 
 # The OLMo-core integration, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
 # datasets<4, so what needs TRL and PEFT is tested here, too.
 MARK ?= not slow or trl
+CORE_WORKERS ?= $(WORKERS)
 setup-olmo-core:
 	$(MAKE) setup FRAMEWORK=olmo-core VENV=$(OLMO_CORE_VENV)
 
 test-olmo-core: setup-olmo-core
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(CORE_WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.

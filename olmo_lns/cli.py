@@ -91,7 +91,10 @@ def _user_message(command: Command, error: Exception) -> str | None:
         if not module or not command.extra or importlib.util.find_spec(module) is not None:
             return None
         extra = {"olmo": "olmo", "olmo_core": "olmo-core", "megatron": "megatron"}.get(module, command.extra)
-        return f"needs {module}, which is not installed: pip install 'olmo-lns[{extra}]'"
+        from olmo_lns.extras import unsupported
+
+        remedy = unsupported(extra) or f"pip install 'olmo-lns[{extra}]'"
+        return f"needs {module}, which is not installed: {remedy}"
     if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
         source = "writing" if error.filename is None else error.filename
         return f"{source}: {error.strerror}" if error.strerror else one_line(error)

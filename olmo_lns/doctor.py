@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from olmo_lns import __version__, settings
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
+from olmo_lns.extras import unsupported
 from olmo_lns.hook import autoload_active
 
 #: Extra -> name, package, module, and the setting that selects a scheme.
@@ -49,6 +50,8 @@ def installed(extra: str) -> str | None:
 
 def missing_packages(extra: str) -> str:
     """Return the missing packages of an extra, with the command that installs them, or ``""``."""
+    if (problem := unsupported(extra)) and not (extra in FRAMEWORKS and installed(extra)):
+        return problem
     checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
     missing = []
     for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):

@@ -1,10 +1,19 @@
-"""Before every test file, the objects that stay are frozen: the garbage collector no longer looks at them."""
+"""The order of the test files; objects that stay are hidden from the garbage collector."""
 
 import gc
 
 import pytest
 
+# With Python's threshold of 700 new objects, a sixth of the time of the imports goes into garbage collection.
+gc.set_threshold(50_000, 20, 100)
 _frozen = ""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Put the files with slow tests first, so that no worker starts a long file when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,27 +28,39 @@ def described(folder, arms, steps, layers):
     size = {"max_duration": steps, "scheduler.t_warmup": 1, "model.n_layers": layers}
     study = {"name": "small", "config": "demo-base.yaml", "data": "demo", "arms": arms, "sizes": {"tiny": size}}
     path = folder / f"{steps}.yaml"
-    path.write_text(yaml.safe_dump({**study, "seeds": [1], "final_fraction": 0.1}))
+    path.write_text(yaml.safe_dump({**study, "seeds": [1], "final_fraction": 0.01}))
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
-    words = ["demo", described(folder, ["preln", "lns"], 4, 4), "--out", str(folder / "out")]
+    """A demo of two arms that Ctrl-C interrupted, and that a second call has finished."""
+    folder = tmp_path_factory.mktemp("demo")
+    words = ["demo", described(folder, ["preln", "lns"], 40, 4), "--out", str(folder / "out")]
+    log = folder / "out" / "tiny-lns-s1" / "attempt-01.log"
+    # A job in the background of a script would ignore SIGINT.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-m", "olmo_lns", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+    while process.poll() is None and not (log.exists() and "[step=5/" in log.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    interrupted, _ = process.communicate()
+    printed = io.StringIO()
     with mock.patch.dict(os.environ), contextlib.redirect_stdout(printed):
         assert cli.main(words) == 0
-    return words, folder / "out", printed.getvalue()
+    return words, folder / "out", printed.getvalue(), (process.returncode, interrupted)
 
 
+@pytest.mark.slow
 def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished):
-    _, out, text = finished
+    _, out, text, _ = finished
     assert text.count("LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)") == 1
     for arm in ("preln", "lns"):
         folder = out / f"tiny-{arm}-s1"
-        with (folder / "variance-step4.csv").open() as file:
+        with (folder / "variance-step40.csv").open() as file:
             variance = [float(row["variance"]) for row in csv.DictReader(file)]
-        log = (folder / "attempt-01.log").read_text()
+        log = "".join(path.read_text() for path in sorted(folder.glob("attempt-*.log")))
         (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
         assert row[2] in log and row[3] in log.partition("heldout\n")[2]
         blocks = [f"{variance[block - 1]:.3g}" for block in (1, 2, 4)]
@@ -56,34 +68,27 @@ def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished
     assert (out / "demo.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, tmp_path, capsys):
-    words, out, text = finished
+    words, out, text, _ = finished
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*.log")}
     with mock.patch.dict(os.environ):
         assert cli.main(words) == 0
         assert text.splitlines()[-3:] == capsys.readouterr().out.splitlines()[-3:]
         assert cli.main(["demo", described(tmp_path, ["preln", "lns"], 7, 4), "--out", str(out)]) == 1
     err = capsys.readouterr().err
-    assert "max_duration is 4 in the folder, 7 in this study; use another --out" in err
+    assert "max_duration is 40 in the folder, 7 in this study; use another --out" in err
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.log")} == before
 
 
 @pytest.mark.slow
-def test_an_interrupted_demo_goes_on_from_its_checkpoints(tmp_path):
-    words = ["demo", described(tmp_path, ["lns"], 120, 2), "--out", str(tmp_path / "out")]
-    command, folder = [sys.executable, "-m", "olmo_lns", *words], tmp_path / "out" / "tiny-lns-s1"
-    log = folder / "attempt-01.log"
-    # A job in the background of a script would ignore SIGINT.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-    while process.poll() is None and not (log.exists() and "[step=40/" in log.read_text()):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate()
-    assert process.returncode == 130 and "To resume: olmo-lns demo" in out
-    assert subprocess.run(command).returncode == 0
-    logs = log.read_text() + (folder / "attempt-02.log").read_text()
-    assert logs.count("[step=1/") == 1 and logs.count("[step=120/") == 1
+def test_an_interrupted_demo_goes_on_from_its_checkpoints(finished):
+    _, out, _, (code, text) = finished
+    assert code == 130 and "To resume: olmo-lns demo" in text
+    for arm in ("preln", "lns"):
+        logs = "".join(path.read_text() for path in sorted((out / f"tiny-{arm}-s1").glob("attempt-*.log")))
+        assert logs.count("[step=1/") == 1 and logs.count("[step=40/") == 1
+    assert (out / "tiny-lns-s1" / "attempt-02.log").exists()
 
 
 def test_a_description_without_the_measures_of_the_demo_is_refused_before_training(tmp_path, capsys):

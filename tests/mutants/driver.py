@@ -167,7 +167,7 @@ def cases(*frameworks):
     from mutants.table import MUTANTS
 
     return [
-        pytest.param(name, each, id=f"{name}-{each.name}", marks=[pytest.mark.slow] if name == "megatron_te" else [])
+        pytest.param(name, each, id=f"{name}-{each.name}", marks=[] if name == "olmo_core" else [pytest.mark.slow])
         for name in frameworks
         for each in MUTANTS.values()
         if name in each.apply

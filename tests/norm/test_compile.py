@@ -1,5 +1,7 @@
 """torch.compile gives whole graphs and the same values, and layers share their graphs."""
 
+import itertools
+
 import pytest
 import torch
 from support import norm_reference as reference
@@ -26,8 +28,17 @@ class Block(torch.nn.Module):
         return x + self.linear(y)
 
 
-@pytest.mark.parametrize("backend", ["torch", "te"])
-@pytest.mark.parametrize(("kind", "autocast"), [("rms", False), ("rms", True), ("layer", False), ("layer", True)])
+@pytest.mark.parametrize(
+    ("backend", "kind", "autocast"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] if sum(index) % 2 else [])
+        for index, case in zip(
+            itertools.product(range(2), repeat=3),
+            itertools.product(("torch", "te"), ("rms", "layer"), (False, True)),
+            strict=True,
+        )  # any two values of two settings meet in half of the cases
+    ],
+)
 @pytest.mark.slow
 def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backend):
     torch._dynamo.reset()

@@ -59,7 +59,7 @@ def script(*words, folder, name="train.py"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["layerscale", "lns"])
+@pytest.mark.parametrize("arm", [pytest.param("layerscale", marks=[pytest.mark.exhaustive]), "lns"])
 def test_the_recipe_learns_a_folder_of_images(arm, tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[vision]'")
     words = [small(tmp_path), "--data", pictures(tmp_path / "data"), "--arm", arm, "-o", tmp_path / "out"]

@@ -1,5 +1,6 @@
 """Launching a study: commands, Slurm scripts, and a killed study that continues to the same losses."""
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -13,6 +14,7 @@ from support import launch as support_launch
 from support import megatron_launch
 from support.studies import REPOSITORY
 
+from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import cli, launch
@@ -263,21 +265,29 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path):
     (path := tmp_path / "micro.yaml").write_text(yaml.safe_dump(keys))
 
     def start(out):
+        """The command in a fork of this process, which has imported OLMo. The run itself is a new interpreter."""
         words = ["study", "launch", str(path), "--out", str(out), "--run", "--only", "s-lns"]
-        command = [sys.executable, "-m", "olmo_lns", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = multiprocessing.get_context("fork").Process(target=forked, args=(words,))
+        process.start()
+        return process
+
+    def forked(words):
+        with (tmp_path / "printed").open("w") as printed:
+            sys.stdout = sys.stderr = printed
+            sys.exit(main(words))
 
     whole, out = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait(timeout=900) == 0
+    (process := start(whole)).join(timeout=900)
+    assert process.exitcode == 0, (tmp_path / "printed").read_text()
     for number in (signal.SIGTERM, signal.SIGKILL):
         process, begun, deadline = start(out), max(losses(out, "s-lns-s1"), default=0), time.time() + 600
         while max(losses(out, "s-lns-s1"), default=0) < begun + 10 and time.time() < deadline:
             time.sleep(0.05)
-        process.send_signal(number)
-        process.communicate()
+        os.kill(process.pid, number)
+        process.join()
         assert begun + 10 <= max(losses(out, "s-lns-s1")) < 40
     # A run that outlived a SIGKILLed launcher holds the study's lock until it ends.
-    while (again := start(out)).wait(timeout=900) != 0:
-        assert "another launch" in again.communicate()[0]
+    while not (process := start(out)).join(timeout=900) and process.exitcode:
+        assert "another launch" in (tmp_path / "printed").read_text()
         time.sleep(1)
     assert losses(out, "s-lns-s1") == losses(whole, "s-lns-s1")

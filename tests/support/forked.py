@@ -6,6 +6,7 @@ the start of an interpreter are what is tested, start a new one. A fork runs no 
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import traceback
 IMPORTS = """
 torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor torch.distributions torch._dynamo
 numpy omegaconf cached_path rich datasets wandb sklearn.metrics tokenizers safetensors.torch huggingface_hub boto3
-google.cloud.storage
+google.cloud.storage scipy.signal scipy.stats matplotlib.pyplot pandas
 """
 FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 
@@ -74,6 +75,7 @@ def _child(requested):
 
 
 def _serve():
+    gc.disable()
     for name in IMPORTS.split():
         try:
             importlib.import_module(name)
@@ -81,6 +83,8 @@ def _serve():
             continue
         assert not (found := set(FRAMEWORKS).intersection(sys.modules)), f"importing {name} has imported {found}"
     exec(sys.argv[1], {"__name__": "__main__"})
+    gc.freeze()  # what is imported stays, in every fork
+    gc.enable()
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             if not (child := os.fork()):

@@ -33,8 +33,17 @@ USUAL = [
 
 
 def rows(kinds, usual):
-    slow = {"kimi_linear": [pytest.mark.slow, pytest.mark.exhaustive]}  # as long as all the others together
-    return [pytest.param(kind, marks=[] if kind in usual else slow.get(kind, [pytest.mark.slow])) for kind in kinds]
+    """The usual families, the first of every other form as a slow test, and the rest as exhaustive tests.
+
+    A form is a label with the paths of the norms. Llama's form alone has more than eighty families.
+    """
+
+    def form(kind):
+        return json.dumps([ROWS[kind]["label"], ROWS[kind].get("sites")])
+
+    first = {form(kind): kind for kind in [*reversed(kinds), *usual]}.values()
+    slow, exhaustive = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.exhaustive]
+    return [pytest.param(kind, marks=[] if kind in usual else slow if kind in first else exhaustive) for kind in kinds]
 
 
 def relative(found, expected):

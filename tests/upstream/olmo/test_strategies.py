@@ -1,5 +1,6 @@
 """LNS and every other scheme under those distributed strategies of OLMo that run on CPU."""
 
+import functools
 import json
 
 import pytest
@@ -28,7 +29,7 @@ def initialized(*kinds, **model):
 COMPARED = {
     "ddp": case(*OF_EACH_FORM),
     "ddp, compiled": case(compile="aot_eager"),
-    "fsdp by_block": case(*OTHERS, wrap="by_block"),
+    "fsdp by_block": case(*OF_EACH_FORM, wrap="by_block"),
     "fsdp by_block, flat parameters": case("layerscale_rms", "deepnorm_rms", wrap="by_block", use_orig_params=False),
     "fsdp by_block_and_size, llama blocks": case(wrap="by_block_and_size", model={"block_type": "llama"}),
     "fsdp by_block_group": case(wrap="by_block_group", model={"block_group_size": 2}),
@@ -38,46 +39,58 @@ COMPARED = {
     ),
 }
 INITIALIZED = {
-    "fsdp meta init": initialized(*OTHERS, init_fn="normal"),
+    "fsdp meta init": initialized(*OF_EACH_FORM, init_fn="normal"),
     "fsdp meta init, llama blocks": initialized("deepnorm_rms", init_fn="normal", block_type="llama"),
     "fsdp meta init, mitchell": initialized(init_fn="mitchell"),
     "fsdp meta init, full_megatron": initialized(init_fn="full_megatron"),
 }
-CASES = {**COMPARED, **INITIALIZED}
+#: Every scheme in one case of each table.
+EXHAUSTIVE_COMPARED = {"fsdp by_block, every scheme": case(*OTHERS, wrap="by_block")}
+EXHAUSTIVE_INITIALIZED = {"fsdp meta init, every scheme": initialized(*OTHERS, init_fn="normal")}
+EXHAUSTIVE = {**EXHAUSTIVE_COMPARED, **EXHAUSTIVE_INITIALIZED}
+CASES = {**COMPARED, **INITIALIZED, **EXHAUSTIVE}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return the results of every case on two ranks, from one launch."""
-    folder = tmp_path_factory.mktemp("strategies")
-    cases, output = folder / "cases.json", folder / "results.json"
-    cases.write_text(json.dumps(CASES))
-    env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
-    launch.torchrun(2, launch.PROGRAMS / "strategies.py", cases, output, cwd=folder, env=env).ok()
-    return json.loads(output.read_text())
+    """Return the results of a case on two ranks, by its name. One launch runs all cases but the exhaustive ones."""
+
+    @functools.cache
+    def launched(exhaustive):
+        folder = tmp_path_factory.mktemp("strategies")
+        cases, output = folder / "cases.json", folder / "results.json"
+        cases.write_text(json.dumps({name: CASES[name] for name in CASES if (name in EXHAUSTIVE) == exhaustive}))
+        env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
+        launch.torchrun(2, launch.PROGRAMS / "strategies.py", cases, output, cwd=folder, env=env).ok()
+        return json.loads(output.read_text())
+
+    return lambda name: launched(name in EXHAUSTIVE)[name]
 
 
-def of(table):
-    return pytest.mark.parametrize(("name", "kind"), [(name, k) for name in table for k in table[name]["kinds"][1:]])
+def of(table, exhaustive):
+    cases = [pytest.param(name, kind) for name in table for kind in table[name]["kinds"][1:]]
+    marks = [pytest.mark.exhaustive]
+    cases += [pytest.param(n, kind, marks=marks) for n in exhaustive for kind in exhaustive[n]["kinds"][1:]]
+    return pytest.mark.parametrize(("name", "kind"), cases)
 
 
-@of(COMPARED)
+@of(COMPARED, EXHAUSTIVE_COMPARED)
 def test_loss_and_gradients_are_those_of_one_process(results, name, kind):
-    ours, stock = results[name][kind], results[name]["rms"]
+    ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock and "error" not in ours, (stock, ours)
     if kind != "lnsbefore_rms":  # Pre-LN but for eps
         least = 1e-3 if kind == "lns_rms" else 1e-4
         assert abs(ours["expected"] - stock["expected"]) > least, "the scheme changed nothing: this case shows nothing"
-    bf16 = COMPARED[name].get("autocast", False)
+    bf16 = CASES[name].get("autocast", False)
     assert ours["loss"] == pytest.approx(ours["expected"], rel=5e-3 if bf16 else 1e-6)
     # The stock model shows the error of the strategy itself.
     assert ours["gradient_error"] <= max(3 * stock["gradient_error"], 0.05 if bf16 else 1e-5)
 
 
-@of(INITIALIZED)
+@of(INITIALIZED, EXHAUSTIVE_INITIALIZED)
 def test_initial_weights_from_the_meta_device_are_stocks_times_the_gains_of_the_scheme(results, name, kind):
     """Stock draws the same numbers on shards. A scheme multiplies them by its gains and drops OLMo's depth factor."""
-    ours, stock = results[name][kind], results[name]["rms"]
+    ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock and "error" not in ours, (stock, ours)
     plan, gain = parse(kind.removesuffix("_rms")).plan(1, 4, "attn"), 32**-0.25 if kind == "deepnorm_rms" else 1.0
     # With more parameters FSDP cuts the shards elsewhere, and the second rank draws other numbers.
