@@ -2,18 +2,16 @@
 
 import contextlib
 import csv
-import functools
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import yaml
+from support.launch import fork_command
 
 from olmo_lns import cli
 from olmo_lns.study.describe import Study
@@ -38,18 +36,15 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     words = ["demo", described(folder, ["preln", "lns"], 40, 4), "--out", str(folder / "out")]
     log = folder / "out" / "tiny-lns-s1" / "attempt-01.log"
-    # A job in the background of a script would ignore SIGINT.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    command = [sys.executable, "-m", "olmo_lns", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-    while process.poll() is None and not (log.exists() and "[step=5/" in log.read_text()):
+    process = fork_command(words, folder / "printed")
+    while process.is_alive() and not (log.exists() and "[step=5/" in log.read_text()):
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    interrupted, _ = process.communicate()
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
     printed = io.StringIO()
     with mock.patch.dict(os.environ), contextlib.redirect_stdout(printed):
         assert cli.main(words) == 0
-    return words, folder / "out", printed.getvalue(), (process.returncode, interrupted)
+    return words, folder / "out", printed.getvalue(), (process.exitcode, (folder / "printed").read_text())
 
 
 @pytest.mark.slow

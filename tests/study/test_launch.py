@@ -1,6 +1,5 @@
 """Launching a study: commands, Slurm scripts, and a killed study that continues to the same losses."""
 
-import multiprocessing
 import os
 import shlex
 import signal
@@ -14,7 +13,6 @@ from support import launch as support_launch
 from support import megatron_launch
 from support.studies import REPOSITORY
 
-from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import cli, launch
@@ -265,16 +263,8 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path):
     (path := tmp_path / "micro.yaml").write_text(yaml.safe_dump(keys))
 
     def start(out):
-        """The command in a fork of this process, which has imported OLMo. The run itself is a new interpreter."""
         words = ["study", "launch", str(path), "--out", str(out), "--run", "--only", "s-lns"]
-        process = multiprocessing.get_context("fork").Process(target=forked, args=(words,))
-        process.start()
-        return process
-
-    def forked(words):
-        with (tmp_path / "printed").open("w") as printed:
-            sys.stdout = sys.stderr = printed
-            sys.exit(main(words))
+        return support_launch.fork_command(words, tmp_path / "printed")
 
     whole, out = tmp_path / "whole", tmp_path / "killed"
     (process := start(whole)).join(timeout=900)

@@ -1,8 +1,10 @@
 """Launch programs as a user does: in processes of their own, with fresh environments; for OLMo with tiny configs."""
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -108,6 +110,24 @@ def run(command, *, cwd, env=None):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     return Result(done.returncode, done.stdout)
+
+
+def fork_command(words, printed):
+    """Start ``olmo-lns`` with ``words`` in a fork of this process, which has imported OLMo; return the fork.
+
+    What the command starts are new interpreters. :param printed: the file of its output.
+    """
+
+    def command():
+        from olmo_lns.cli import main
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+        with open(printed, "w") as sys.stdout, sys.stdout as sys.stderr:
+            sys.exit(main(words))
+
+    process = multiprocessing.get_context("fork").Process(target=command)
+    process.start()
+    return process
 
 
 def torchrun(ranks, *command, **kwargs):
