@@ -1,11 +1,14 @@
 # One command each; `make demo` and `make test` set up what they need.
 #
-#   VENV=path    environment to use (default .venv). One that exists already is kept as it is:
-#                only what is missing is installed, nothing is pinned, torch is not touched.
-#   TORCH=spec   torch to install where there is none (default torch==2.13.0).
-#   PYTHON=path  interpreter for a new environment (3.10 to 3.12).
+#   VENV=path    environment to use (default .venv). In one that exists already only what is missing is installed: nothing is
+#                pinned, and torch is not touched. If olmo-lns is installed there from elsewhere, setup stops; REPOINT=1 lets it
+#                install this clone instead.
+#   TORCH=spec   torch to install where there is none (default torch==2.13.0). From PyPI that is a CUDA build of several GB on
+#                Linux. A CPU build has some 200 MB: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   PYTHON=path  interpreter for a new environment: 3.10 to 3.12 with OLMo, any from 3.10 on without.
 #   WORKERS=n    processes that run the tests (default 2, for two cores).
-#   FRAMEWORK=olmo-core   an environment for OLMo-core, which cannot stand beside OLMo: give it a VENV of its own.
+#   FRAMEWORK=olmo-core   an environment for OLMo-core, which cannot be installed beside OLMo: give it another VENV.
+#   FRAMEWORK=no-olmo     an environment without OLMo, for Python 3.13 and later: give it another VENV.
 
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -13,15 +16,23 @@ FRAMEWORK   ?=
 ifeq ($(FRAMEWORK),olmo-core)
 EXTRAS ?= olmo-core,analysis,sft,test
 PINS   := constraints-olmo-core.txt
+PYTHONS := python3.11 python3.12 python3.13 python3.14 python3.10 python3
+else ifeq ($(FRAMEWORK),no-olmo)
+EXTRAS ?= megatron,analysis,study,eval,vision,test
+PINS   := constraints-olmo-core.txt
+PYTHONS := python3.14 python3.13 python3 python3.12 python3.11
 else
 EXTRAS ?= olmo,megatron,analysis,study,eval,test,dev
 PINS   := constraints.txt
+# ai2-olmo needs numpy<2, which has no wheel for Python 3.13.
+PYTHONS := python3.11 python3.12 python3.10
 endif
 DOCS_VENV ?= .venv-docs
 OLMO_CORE_VENV ?= .venv-olmo-core
+NO_OLMO_VENV ?= .venv-no-olmo
 WORKERS ?= 2
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && echo $$p && break; done)
+PYTHON ?= $(shell for p in $(PYTHONS); do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
 
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
@@ -35,17 +46,29 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 # Slow tests share launches within a file, so a file stays on one worker. tests/conftest.py puts files with slow tests first.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-all test-exhaustive test-olmo-core test-gpu lint format clean
+.PHONY: FORCE check-origin release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-all test-exhaustive test-olmo-core test-no-olmo test-gpu lint format clean
 
-setup: $(STAMP)
+setup: check-origin $(STAMP)
 
-$(STAMP): pyproject.toml $(PINS)
+# Where the olmo-lns of an environment was installed from; prints nothing where there is none.
+ORIGIN := import importlib.metadata as m, json; d = m.distribution("olmo-lns").read_text("direct_url.json"); \
+	print(json.loads(d)["url"].replace("file://", "") if d else "a package index")
+
+# An environment that another clone has installed would run that clone's code.
+check-origin:
+	@from=$$($(PY) -c '$(ORIGIN)' 2>/dev/null); if [ -n "$$from" ] && [ "$$from" != "$(CURDIR)" ] && [ "$$from" != "$(realpath .)" ] && [ -z "$(REPOINT)" ]; then \
+		echo "make: $(VENV) has olmo-lns from $$from. This clone is $(CURDIR). Give another VENV=path, or REPOINT=1 to install" \
+			"this clone instead." >&2; exit 1; fi
+
+FORCE:
+
+$(STAMP): pyproject.toml $(PINS) $(if $(REPOINT),FORCE) | check-origin
 	@if [ ! -x $(PY) ]; then \
-		if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.10, 3.11 or 3.12 found (ai2-olmo needs numpy<2); install one or set PYTHON=" >&2; exit 1; fi; \
+		if [ -z "$(PYTHON)" ]; then echo "make: none of $(PYTHONS) was found. Install one of them, or set PYTHON=path." >&2; exit 1; fi; \
 		echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV) && touch $(VENV)/.olmo-lns-owned; fi
 	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
 		|| { echo "Installing $(TORCH) into $(VENV): some 200 MB for a CPU build, several GB for CUDA"; \
-		$(PIP) "$(TORCH)"; }
+		$(PIP) $(foreach word,$(TORCH),"$(word)"); }
 	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV); minutes without a word, the first time"
 	@$(PIP) \
 		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c $(PINS)") -e ".[$(EXTRAS)]"
@@ -91,6 +114,12 @@ setup-olmo-core:
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(CORE_WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
+
+# What needs no OLMo, on the newest Python that there is: make test-no-olmo PYTHON=python3.13
+test-no-olmo:
+	$(MAKE) setup FRAMEWORK=no-olmo VENV=$(NO_OLMO_VENV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(NO_OLMO_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
+		-m "not slow and not gpu" $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

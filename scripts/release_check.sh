@@ -3,14 +3,14 @@
 #
 #   make release-check                      base, demo and each extra on this Python; other Pythons without torch
 #   EXTRAS="hf study" make release-check    only these extras; EXTRAS= for none
-#   PYTHONS="python3.10" make release-check     only this other interpreter; default: 3.10 to 3.12 if installed
+#   PYTHONS="python3.10" make release-check     only this other interpreter; default: 3.10 to 3.14 if installed
 #
 # Other interpreters get the wheel with --no-deps and without torch, which takes gigabytes on most machines. The extra te
 # is left out, because Transformer Engine is built against CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PY:-.venv/bin/python}
-torch=${TORCH:-torch==2.13.0}
+read -ra torch <<< "${TORCH:-torch==2.13.0}"  # words: TORCH may have --index-url
 extras=${EXTRAS-analysis dev eval hf megatron olmo olmo-core sft study test vision}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -45,11 +45,12 @@ new_environment() { # interpreter
 }
 
 base=$(new_environment "$("$python" -c 'import sys; print(sys._base_executable)')")
-install "$base" "$torch" "$wheel"
+install "$base" "${torch[@]}"
+install "$base" "$wheel"
 (cd "$scratch" && "$base/bin/olmo-lns" --version && "$base/bin/olmo-lns" config list | wc -l && "$base/bin/olmo-lns" doctor)
 
 # Current releases instead of the pins in constraints.txt. torch stays pinned: another version takes gigabytes.
-echo "${torch%% *}" > "$scratch/torch.txt"
+echo "${torch[0]}" > "$scratch/torch.txt"
 for extra in $extras; do
   cp -a "$base" "$scratch/$extra"
   install "$scratch/$extra" -c "$scratch/torch.txt" "$wheel[$extra]"
@@ -67,7 +68,7 @@ print('autoload:', LayerNormType('lns_rms'))" && "$base/bin/olmo-lns" config cop
   && sed -i 's/max_duration: 96/max_duration: 4/' short.yaml && "$base/bin/olmo-lns" demo short.yaml --out demo)
 
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-for other in ${PYTHONS-python3.10 python3.11 python3.12}; do
+for other in ${PYTHONS-python3.10 python3.11 python3.12 python3.13 python3.14}; do
   if [ -z "${PYTHONS+given}" ] && { [ -z "$(version "$other")" ] || [ "$(version "$other")" = "$(version "$python")" ]; }; then
     continue
   fi
