@@ -68,7 +68,7 @@ def without(*words):
 @pytest.mark.slow
 def test_a_missing_package_is_named_with_its_extra_in_one_line():
     config = CONFIGS / "olmo" / "60M-lns.yaml"
-    for words in (["train", config], ["analyze", "variance", "--model", "gpt2", "--data", config]):
+    for words in (["train", config], ["analyze", "variance", "--model", "owner/gpt2", "--data", config]):
         done = without(*words)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         assert f"pip install 'olmo-lns[{cli.COMMANDS[words[0]].extra}]'" in done.stderr

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from olmo_lns import doctor
+from olmo_lns.extras import unsupported
 
 
 def test_the_answer_comes_first_on_one_screen(capsys):
@@ -73,3 +74,16 @@ def test_a_checkout_on_the_path_needs_no_metadata(tmp_path, monkeypatch, capsys)
     assert doctor.main(["--require", "megatron"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("Megatron core"))
     assert str(tmp_path) in row
+
+
+def test_an_extra_that_a_python_cannot_install_is_refused_with_the_python_that_can():
+    """numpy 1.26, which ai2-olmo needs, has no wheel for Python 3.13. Nothing else has a limit."""
+    extras = importlib.metadata.metadata("olmo-lns").get_all("Provides-Extra")
+    assert {extra: unsupported(extra, "3.12") for extra in extras} == dict.fromkeys(extras, "")
+    refused = {extra: text for extra in extras if (text := unsupported(extra, "3.13"))}
+    assert list(refused) == ["olmo"] and refused["olmo"] == (
+        "ai2-olmo cannot be installed on Python 3.13. It needs a Python before 3.13. Create an environment with such a "
+        "Python, and install 'olmo-lns[olmo]' there."
+    )
+    if sys.version_info >= (3, 13):
+        assert doctor.missing_packages("olmo") == unsupported("olmo")
