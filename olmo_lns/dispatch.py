@@ -93,10 +93,7 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, tr
             locate=any_model.locate_on_first_rank,
         )
     else:
-        if "olmo.model" in modules and blocks is None and norms is None:
-            groups = model.transformer
-            groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
-            blocks = [block for group in groups for block in group]
+        blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None and norms is None else blocks
         located = any_model.locate_on_first_rank(model, example, blocks, norms)
         with sites.stock_on_failure(model):
             measured = any_model.attach(model, located, scheme, trained=trained)
@@ -104,7 +101,13 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, tr
         any_model.report(model, located, measured, any_model.describe_initialization(model, located))
 
 
-def plain_initialization(target: C, *, example: Any = None) -> C:
+def _blocks_of_olmo(model: Any) -> list[nn.Module]:
+    groups = model.transformer
+    groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
+    return [block for group in groups for block in group]
+
+
+def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None, example: Any = None) -> C:
     """Initialize the residual output projections like every other matrix, without a depth factor.
 
     Scaled initialization draws these weights times 1/sqrt(2L) (Megatron, GPT-2, nanoGPT, OLMo's ``full_megatron``), or
@@ -122,7 +125,7 @@ def plain_initialization(target: C, *, example: Any = None) -> C:
         engine holds them. If the model is sharded by ``fully_shard`` or DeepSpeed ZeRO-3, or compiled, :func:`apply`
         or a first call of this function must have found the projections before; call it in every process then. A call
         before the weights exist, on the meta device, finds them and changes nothing.
-    :param example: as in :func:`apply`, for a model.
+    :param blocks, example: as in :func:`apply`, for a model.
     :returns: ``target``.
     :raises LNSConfigError: another object, a config that built a model already or has another initialization, trained
         weights, or weights that were drawn by another rule. Nothing is changed.
@@ -134,7 +137,7 @@ def plain_initialization(target: C, *, example: Any = None) -> C:
     olmo: Any = getattr(target, "model", target)
     megatron: Any = getattr(target, "transformer", target)
     if isinstance(target, nn.Module):
-        _make_plain(target, example)
+        _make_plain(target, blocks, example)
     elif hasattr(olmo, "init_fn") and hasattr(olmo, "layer_norm_type"):
         from olmo_lns.integrations.olmo import register
         from olmo_lns.integrations.olmo.model import request_plain_initialization as request_olmo
@@ -153,7 +156,7 @@ def plain_initialization(target: C, *, example: Any = None) -> C:
     return target
 
 
-def _make_plain(model: Any, example: Any) -> None:
+def _make_plain(model: Any, blocks: Any, example: Any) -> None:
     modules = [base.__module__ for base in type(model).__mro__]
     if any(module.startswith("megatron.core.") for module in modules):
         raise LNSConfigError(
@@ -162,13 +165,19 @@ def _make_plain(model: Any, example: Any) -> None:
         )
     is_new = not any(True for _ in initialization.marked(model))
     if is_new:
+        if any(True for _ in sites.sites(model)):
+            raise LNSConfigError(
+                f"{type(model).__name__}: its norms were given by norms=, and no blocks were found whose residual "
+                "output projections could be measured. Draw these weights like all others, without a depth factor."
+            )
         any_model.require_unwrapped(model)
         if "transformers.modeling_utils" in modules:
             from olmo_lns.integrations.transformers.models import locate
 
-            located = locate(model, example)
+            located = locate(model, example, blocks)
         else:
-            located = any_model.locate(model, example)
+            blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None else blocks
+            located = any_model.locate(model, example, blocks)
         initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
     if is_new and any(map(is_absent, model.parameters())):
         line = "plain initialization: projections found; call it again in every process once the weights are drawn"

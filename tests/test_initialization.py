@@ -275,6 +275,21 @@ def train(model):
     return model
 
 
+class Inlined(Model):
+    """A model without modules that run as blocks."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.layers.values():
+            x = x + block.attn(block.n1(x))
+            x = x + block.mlp(block.n2(x))
+        return self.head(self.norm(x))
+
+
+def given(model):
+    return olmo_lns.apply(model, norms=[(block.n1, block.n2) for block in model.layers.values()])
+
+
 def held_by_deepspeed(model):
     model.layers["3"].k.weight._hp_mapping = object()  # as after deepspeed.initialize
     return model
@@ -291,6 +306,7 @@ def held_by_deepspeed(model):
         (lambda: olmo_lns.apply(wide(nanogpt)).to("meta"), "found no weights to measure"),
         (lambda: held_by_deepspeed(wide(nanogpt)), "Call it earlier"),
         (lambda: nn.Linear(4, 4), "example"),
+        (lambda: given(Inlined()), "Draw these weights like all others"),
         (lambda: {"hidden_size": 4}, "found a dict. It expects a built model, or the config"),
     ],
 )
@@ -368,6 +384,19 @@ def test_the_shards_of_deepspeed_are_made_plain(tmp_path):
         torch.testing.assert_close(shard, torch.cat([before * 4.0, torch.zeros(3)]), rtol=0, atol=0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("init_fn", ["mitchell", "full_megatron"])
+def test_a_built_olmo_is_made_plain(init_fn, capfd):
+    pytest.importorskip("olmo")
+    from support import olmo_models
+
+    model = olmo_models.build(perturb=False, layer_norm_type="rms", init_fn=init_fn)
+    before = model.transformer.blocks[1].ff_out.weight.detach().clone()
+    olmo_lns.plain_initialization(model)
+    factor = {"mitchell": 4.0, "full_megatron": 2.0 * len(model.transformer.blocks)}[init_fn] ** 0.5
+    torch.testing.assert_close(model.transformer.blocks[1].ff_out.weight.detach(), before * factor, rtol=1e-6, atol=0)
+    assert "plain initialization: " in capfd.readouterr().err
 
 
 def test_gpt2_in_a_wrapper_is_reported_and_made_plain(capfd):
