@@ -98,6 +98,10 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, tr
         with sites.stock_on_failure(model):
             measured = any_model.attach(model, located, scheme, trained=trained)
             any_model.check_without_hooks(model, located, example)
+        if "olmo.model" in modules:
+            from olmo_lns.integrations.olmo.model import mark_config
+
+            mark_config(model, scheme)
         any_model.report(model, located, measured, any_model.describe_initialization(model, located))
 
 

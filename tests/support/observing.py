@@ -99,7 +99,7 @@ def observed(case):
         "warnings": sorted({f"{each.category.__name__}: {each.message}" for each in caught}),
         "printed": [line for line in text.splitlines() if not line.strip().startswith(_OURS)],
         "logged": log.lines,
-        "opened": opened,
+        "opened": sorted({re.sub(r"__0_[0-9].distcp", "__0.distcp", each) for each in opened}),
         "random": plain(torch.get_rng_state()),
     }
 
@@ -108,8 +108,9 @@ def main(cases, functions, folder):
     """Observe all cases; write them to ``observed.json`` in ``folder``, with the ``functions`` that are wrapped."""
     done = {name: observed(case) for name, case in cases.items()}
     wrapped = [name for name, function in functions.items() if hasattr(function, "__olmo_lns_wrapped__")]
-    # Addresses in the text of an error differ, and so does the folder.
+    # Addresses in the text of an error differ, and so does the folder. Threads choose a sharded checkpoint's files.
     text = re.sub(r"0x[0-9a-f]{6,}", "<address>", json.dumps({"cases": done, "wrapped": wrapped}))
+    text = re.sub(r"__0_\d\.distcp", "__0.distcp", text)
     (folder / "observed.json").write_text(text.replace(str(folder), "<folder>"))
 
 

@@ -112,6 +112,18 @@ def request_plain_initialization(config: Any) -> None:
     types.requested(config)
 
 
+def mark_config(model: Any, scheme: Scheme) -> None:
+    """Name the scheme in the config of a built model, for :func:`olmo_lns.apply`.
+
+    The config that a loop of one's own saves then names the type, and a resume is compared like the plugin's own.
+    """
+    from olmo.config import InitFnType, LayerNormType
+
+    types.extend(LayerNormType, InitFnType)  # the start-up hook may not have run
+    base = types.base_type(model.config.layer_norm_type)
+    model.config.layer_norm_type = LayerNormType[types.spell(scheme, base)]
+
+
 # --- initialization -------------------------------------------------------------------------------------------------
 
 

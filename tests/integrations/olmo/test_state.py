@@ -8,6 +8,7 @@ from olmo.train import Trainer
 from support.olmo_models import TINY, build
 from torch.nn.parallel import DistributedDataParallel
 
+import olmo_lns
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.state import needs_olmo_lns
@@ -26,6 +27,10 @@ def one_process():
 def save(folder, kind):
     """Build a model and save it, unsharded, with OLMo's own checkpointer."""
     model = build(layer_norm_type=kind)
+    return save_model(folder, model)
+
+
+def save_model(folder, model):
     config = TrainConfig.new(model=TINY, save_folder=str(folder.parent))
     config.model = model.config  # as in a launch: one object
     optimizer = torch.optim.AdamW(model.parameters())
@@ -69,6 +74,16 @@ def test_resuming_with_another_setting_is_refused(tmp_path, monkeypatch, caplog,
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
     trainer.restore_checkpoint(folder, load_optimizer_state=False)
     assert trainer.loaded and "Loading it anyway" in caplog.text
+
+
+def test_apply_in_a_loop_of_ones_own_is_named_in_the_saved_config_and_compared(tmp_path):
+    kind, folder = "lns_rms:exponent=0.25", tmp_path / "step1-unsharded"
+    save_model(folder, olmo_lns.apply(build(layer_norm_type="rms"), "lns:exponent=0.25", trained=True))
+    assert TrainConfig.load(str(folder / "config.yaml")).model.layer_norm_type == kind
+    with pytest.raises(CheckpointMismatchError, match=r"its config says lns:exponent=0\.25, but this run has preln"):
+        Running("rms").restore_checkpoint(folder, load_optimizer_state=False)
+    (running := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
+    assert running.loaded
 
 
 def test_the_files_of_a_checkpoint_are_olmos_and_a_sharded_folder_is_compared_too(tmp_path):
