@@ -17,6 +17,10 @@ ifeq ($(FRAMEWORK),olmo-core)
 EXTRAS ?= olmo-core,analysis,sft,test
 PINS   := constraints-olmo-core.txt
 PYTHONS := python3.11 python3.12 python3.13 python3.14 python3.10 python3
+else ifeq ($(FRAMEWORK),torchtitan)
+EXTRAS ?= torchtitan,hf,test
+PINS   := constraints-torchtitan.txt
+PYTHONS := python3.11 python3.12
 else ifeq ($(FRAMEWORK),no-olmo)
 EXTRAS ?= megatron,analysis,study,eval,vision,test
 PINS   := constraints-olmo-core.txt
@@ -46,7 +50,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 # Slow tests share launches within a file, so a file stays on one worker. tests/conftest.py puts files with slow tests first.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: FORCE check-origin release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-all test-exhaustive test-olmo-core test-no-olmo test-gpu lint format clean
+.PHONY: FORCE check-origin release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-all test-exhaustive test-olmo-core test-torchtitan test-no-olmo test-gpu lint format clean
 
 setup: check-origin $(STAMP)
 
@@ -120,6 +124,12 @@ test-no-olmo:
 	$(MAKE) setup FRAMEWORK=no-olmo VENV=$(NO_OLMO_VENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(NO_OLMO_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 		-m "not slow and not gpu" $(ARGS)
+
+# torchtitan needs datasets before 4.8, so it has an environment of its own. TORCHTITAN_SRC=path tests a checkout.
+test-torchtitan:
+	$(MAKE) setup FRAMEWORK=torchtitan VENV=.venv-torchtitan
+	PYTHONPATH=$(TORCHTITAN_SRC) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-torchtitan/bin/python -m pytest -q -n $(WORKERS) \
+		--dist loadfile -m "$(MARK)" tests/integrations/torchtitan $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

@@ -12,9 +12,6 @@ LNS = ("--override.imports", "olmo_lns.torchtitan.lns")
 PLAIN = ("--override.imports", "olmo_lns.torchtitan.plain_initialization")
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "1", "--training.steps", "2")
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return launches.folder(tmp_path_factory.mktemp("torchtitan"))
@@ -45,6 +42,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_train_what_hooks_train(folder, layout):
     options = ("--parallelism.spmd_backend", "partial_dtensor", *LAYOUTS[layout])
@@ -56,6 +54,7 @@ def test_two_processes_train_what_hooks_train(folder, layout):
     assert scaled.losses == pytest.approx(expected.losses, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_carries_its_scheme(folder):
     started = {
         "saved": Launch(folder, "saved", *LNS, *SAVE),
@@ -82,6 +81,7 @@ def test_a_checkpoint_carries_its_scheme(folder):
         assert found[name].status != 0 and finding in found[name].log, f"{name}\n{found[name].log[-3000:]}"
 
 
+@pytest.mark.slow
 def test_the_flag_on_a_model_without_its_norms_is_an_error(folder):
     override = ("--override.imports", "olmo_lns.torchtitan.lns")
     result = Launch(
