@@ -12,6 +12,7 @@ LNS = ("--override.imports", "olmo_lns.torchtitan.lns")
 PLAIN = ("--override.imports", "olmo_lns.torchtitan.plain_initialization")
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "1", "--training.steps", "2")
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return launches.folder(tmp_path_factory.mktemp("torchtitan"))
