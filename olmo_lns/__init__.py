@@ -9,21 +9,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LNSError", "__version__", "apply", "layer_norm", "lns_scale", "plain_initialization", "rms_norm"]
+__all__ = [
+    "LNSError",
+    "Scheme",
+    "__version__",
+    "apply",
+    "fold",
+    "layer_norm",
+    "lns_scale",
+    "plain_initialization",
+    "record",
+    "require",
+    "rms_norm",
+]
 
 _PUBLIC = {
     "LNSError": "olmo_lns.errors",
+    "Scheme": "olmo_lns.schemes",
     "apply": "olmo_lns.dispatch",
+    "fold": "olmo_lns.dispatch",
     "layer_norm": "olmo_lns.norm",
     "lns_scale": "olmo_lns.schemes.factor",
     "plain_initialization": "olmo_lns.dispatch",
+    "record": "olmo_lns.records",
+    "require": "olmo_lns.records",
     "rms_norm": "olmo_lns.norm",
 }
 
 if TYPE_CHECKING:
-    from olmo_lns.dispatch import apply, plain_initialization
+    from olmo_lns.dispatch import apply, fold, plain_initialization
     from olmo_lns.errors import LNSError
     from olmo_lns.norm import layer_norm, rms_norm
+    from olmo_lns.records import record, require
+    from olmo_lns.schemes import Scheme
     from olmo_lns.schemes.factor import lns_scale
 
 

@@ -12,13 +12,14 @@ from torch import nn
 
 from olmo_lns import initialization, settings, sites
 from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.folding import fold_norms
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
 from olmo_lns.shadow import is_absent
 from olmo_lns.start_up import write_line
 
-__all__ = ["apply", "plain_initialization"]
+__all__ = ["apply", "fold", "plain_initialization"]
 
 C = TypeVar("C")
 
@@ -109,6 +110,46 @@ def _blocks_of_olmo(model: Any) -> list[nn.Module]:
     groups = model.transformer
     groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
     return [block for group in groups for block in group]
+
+
+def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
+    """Multiply the factors of a model into its weights, in place, and return it as a stock model.
+
+    A norm's factor goes into its gain and bias, or, for a norm without them, into the linear layers that read it. The
+    products are computed in fp64 and rounded once. The model is run before and after, and must give the same output.
+    Merge adapters first.
+
+    :param model: a model that :func:`apply` took, neither compiled nor sharded.
+    :param example: as in :func:`apply`.
+    :param dtype: torch dtype of the changed weights; None keeps theirs.
+    :raises LNSConfigError: a model without a scheme, of Megatron, without weights here, or whose factors cannot be
+        folded.
+    :raises MeasurementError: the output would change. In every case the model is left unchanged.
+
+    Example: ``torch.save(olmo_lns.fold(model, example=ids).state_dict(), "stock.pt")``.
+    """
+    any_model.require_unwrapped(model)
+    any_model.require_weights(model)
+    modules = [base.__module__ for base in type(model).__mro__]
+    if "transformers.modeling_utils" in modules:
+        from olmo_lns.integrations import transformers
+
+        return transformers.fold(model, dtype)
+    if not any(sites.sites(model)):
+        raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
+    if any(module.startswith("megatron.core.") for module in modules):
+        raise LNSConfigError(
+            f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
+            "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
+        )
+    if not sites.read_back(model).keeps_forward(max(site.n_layers for _, _, site in sites.sites(model))):
+        raise LNSConfigError(
+            f"{type(model).__name__} has {sites.read_back(model)}, which changes the residual addition. Only "
+            "schemes that multiply norms can be folded."
+        )
+    with any_model.undisturbed(model):
+        fold_norms(model, any_model.forward(model, example), dtype)
+    return model
 
 
 def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None, example: Any = None) -> C:

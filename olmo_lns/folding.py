@@ -8,10 +8,11 @@ computed in fp64 and rounded once, to the dtype of the written weight.
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
@@ -37,48 +38,96 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
 def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> None:
     """Fold the factor of every scaled norm into its gain and bias, and remove the scheme from the model.
 
+    The model is run before and after; its output must stay the same.
+
     :param run: runs one forward of the model in eval mode and returns the output. The forward shows which linear
         layers read a norm without a gain.
     :param dtype: dtype of the changed parameters; None keeps theirs.
     :raises LNSConfigError: a factor cannot be folded into the weights.
-    :raises MeasurementError: a norm does not multiply by its gain. In either case the model is left unchanged.
+    :raises MeasurementError: a norm does not multiply by its gain, or the output changed. In either case the model is
+        left unchanged.
 
     Example: ``fold_norms(model, lambda: model(ids))``.
     """
     norms = {name: module for name, module in model.named_modules() if "lns_scale" in vars(module)}
-    bare = [norm for norm in norms.values() if not list(norm.parameters(recurse=False))]
+    bare = [norm for norm in norms.values() if not list(norm.parameters())]
     readers = _readers(model, bare, run) if bare else {}
+    shapes: dict[Any, tuple[int, ...]] = {}
+
+    def note(norm: Any, args: Any, kwargs: Any) -> None:
+        shapes[norm] = tuple(next(iter((*args, *kwargs.values()))).shape)
+
+    hooks = [norm.register_forward_pre_hook(note, with_kwargs=True) for norm in norms.values()]
+    expected = _output(run, hooks)
     folded_values: dict[nn.Parameter, torch.Tensor] = {}
     for name, norm in norms.items():
         folded = {module.weight: multiplied(module.weight, norm.lns_scale, dtype) for module in readers.get(norm, ())}
-        for parameter, value in (folded or _folded(name, norm, dtype)).items():
+        for parameter, value in (folded or _folded(name, norm, dtype, shapes.get(norm, ()))).items():
             if parameter in folded_values:
                 raise LNSConfigError(f"{name}: two sub-layers share this weight, which can hold one factor only.")
             folded_values[parameter] = value
+    saved = {parameter: parameter.data for parameter in folded_values}
+    factors = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms.values()}
     for parameter, value in folded_values.items():
         parameter.data = value
+    for norm in norms.values():
+        norm.lns_scale, norm.lns_scale_tensor = 1.0, torch.ones_like(norm.lns_scale_tensor)
+    try:
+        _require_same_output(model, expected, _output(run, []), [*folded_values])
+    except BaseException:
+        for parameter, data in saved.items():
+            parameter.data = data
+        for norm, (factor, tensor) in factors.items():
+            norm.lns_scale, norm.lns_scale_tensor = factor, tensor
+        raise
     sites.restore(model)
 
 
-def _folded(name: str, norm: Any, dtype: torch.dtype | None) -> dict[nn.Parameter, torch.Tensor]:
-    """Return the new gain and bias of a norm, measured in fp64."""
-    factor, parameters = norm.lns_scale, dict(norm.named_parameters(recurse=False))
+def _require_same_output(
+    model: nn.Module, expected: torch.Tensor, found: torch.Tensor, changed: list[nn.Parameter]
+) -> None:
+    """Compare the outputs before and after. :raises MeasurementError: they differ by more than rounding."""
+    dtypes = {expected.dtype, *(parameter.dtype for parameter in changed)}
+    tolerance = 1e-4 if dtypes <= {torch.float32, torch.float64} else 0.05
+    difference = float((found.double() - expected.double()).norm())
+    if not difference <= tolerance * float(expected.double().norm()):
+        raise MeasurementError(
+            f"{type(model).__name__}: the folded model was expected to give the same output as before. It differs by "
+            f"{difference / max(float(expected.double().norm()), 1e-30):.2g} of its size. Other code reads the norms' "
+            "weights; export the model unfolded, or keep running it with olmo-lns."
+        )
+
+
+def _folded(
+    name: str, norm: Any, dtype: torch.dtype | None, shape: tuple[int, ...] = ()
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the new gain and bias of a norm, measured in fp64.
+
+    :param shape: shape of an input that the norm saw, for norms that do not take rows.
+    """
+    factor, parameters = norm.lns_scale, dict(norm.named_parameters())
     if factor == 1.0:
         return {}
     stock = copy.deepcopy(norm)
     sites.restore(stock)
+    for attribute in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which moves inputs between devices
+        vars(stock).pop(attribute, None)
     stock.double()
-    for centre in (0.0, 1.0):
-        shifts = {key: 0.0 if "bias" in key else centre for key in parameters}
-        candidate = {
-            key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
-        }
-        gain = next(iter(parameters.values()))
-        x = torch.randn((4, 1, gain.shape[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        expected = factor * stock(x.to(gain.device))
-        actual = torch.func.functional_call(stock, candidate, (x.to(gain.device),))
-        if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
-            return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
+    gain = next(iter(parameters.values()))
+    for input_shape in ((4, 1, gain.numel()), *([(4, *shape[1:])] if shape else [])):
+        x = torch.randn(input_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+        for centre in (0.0, 1.0):
+            shifts = {key: 0.0 if "bias" in key else centre for key in parameters}
+            candidate = {
+                key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
+            }
+            try:
+                expected = factor * stock(x.to(gain.device))
+                actual = torch.func.functional_call(stock, candidate, (x.to(gain.device),))
+            except Exception:
+                break
+            if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
+                return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
         f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
         "its former output. Expected a norm with a gain, zero-centred or not."
@@ -101,7 +150,7 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
         if output is not None and output.numel() == args[0].numel() and module not in readers[norm]:
             readers[norm].append(module)
 
-    matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+    matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2]
     handles = [norm.register_forward_hook(wrote) for norm in norms]
     expected = _output(run, handles + [module.register_forward_pre_hook(read) for module in matrices])
     all_readers = [module for each in readers.values() for module in each]
@@ -126,8 +175,13 @@ def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
     finally:
         for handle in handles:
             handle.remove()
-    result: torch.Tensor = output if isinstance(output, torch.Tensor) else getattr(output, "logits", output[0])
-    return result
+    tensors = [leaf for leaf in tree_leaves(output_as_container(output)) if torch.is_tensor(leaf)]
+    return next(tensor for tensor in tensors if tensor.is_floating_point())
+
+
+def output_as_container(output: Any) -> Any:
+    """Return a model's output as containers that PyTorch knows; a dataclass of transformers is a mapping."""
+    return dict(output) if isinstance(output, Mapping) else output
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

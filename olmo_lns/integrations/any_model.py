@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from olmo_lns import given_norms, initialization, probe, record, shadow, sites, start_up, trace
+from olmo_lns import given_norms, initialization, probe, records, shadow, sites, start_up, trace
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.response import first_output, response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
@@ -87,6 +87,19 @@ def require_unwrapped(model: nn.Module) -> None:
         raise LNSConfigError(
             "apply was called inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are "
             "measured with their gradients. Call apply before inference mode begins."
+        )
+
+
+def require_weights(model: nn.Module) -> None:
+    """Check that all weights are in this process.
+
+    :raises LNSConfigError: weights on the meta device, partitioned, or offloaded by accelerate.
+    """
+    refuse_offloaded(model)
+    if any(map(shadow.is_absent, model.parameters())):
+        raise LNSConfigError(
+            f"The weights of {type(model).__name__} are on the meta device or partitioned. Expected a model with all "
+            "of its weights. Load or gather them first."
         )
 
 
@@ -398,7 +411,7 @@ def attach(
     if not is_attached:
         name = initialization.trained_norm(located.norms_of(model))
         source = getattr(model, "name_or_path", "") or type(model).__name__
-        record.require_fresh(name, scheme, source=source, trained=trained)
+        records.require_fresh(name, scheme, source=source, trained=trained)
     if located.projections:
         initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
     with shadow.real_default_device(model), sites.stock_on_failure(model):

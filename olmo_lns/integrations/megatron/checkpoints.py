@@ -13,7 +13,7 @@ from typing import Any, Callable
 from olmo_lns.integrations.megatron import layers
 from olmo_lns.integrations.megatron.arguments import TEACHER, launched_arguments
 from olmo_lns.integrations.megatron.flags import FLAGS, Selection
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
 from olmo_lns.settings import ALLOW_MISMATCH, is_set
 

@@ -14,7 +14,7 @@ import torch
 from olmo_lns import sites
 from olmo_lns.errors import one_line
 from olmo_lns.integrations.olmo import types
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 
 log = logging.getLogger("olmo_lns")
 

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, one_line
 from olmo_lns.integrations.olmo_core.model import scheme_of_model
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 #: The block config's name in saved configs.

@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 from olmo_lns.errors import CheckpointMismatchError, one_line
 from olmo_lns.integrations.torchtitan.model import LNS, scheme_of
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 log = logging.getLogger("olmo_lns")

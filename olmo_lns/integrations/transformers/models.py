@@ -28,7 +28,7 @@ from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import folded
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 from olmo_lns.shadow import device_of, is_absent
 

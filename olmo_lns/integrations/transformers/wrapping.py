@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 from olmo_lns.hook import wrap
 from olmo_lns.integrations.transformers.model_types import PREFIX, stock_type
-from olmo_lns.record import require_same
+from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme
 
 _AUTO = "transformers.models.auto"

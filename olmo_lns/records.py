@@ -7,13 +7,64 @@ transformers' config.json. Each integration reads its record; all share this com
 from __future__ import annotations
 
 import logging
-from typing import Callable
+import re
+from typing import Any, Callable, Mapping
 
-from olmo_lns import settings
-from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.schemes import Scheme
+from olmo_lns import settings, sites
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.schemes import Scheme, parse
+
+__all__ = ["record", "require", "require_fresh", "require_same"]
 
 log = logging.getLogger("olmo_lns")
+
+#: What compiling, DDP, FSDP and activation checkpointing put into the names of modules.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(\.|$)")
+
+
+def record(model: Any) -> dict[str, Any]:
+    """Return the scheme of a model as a small plain value, to be saved beside a checkpoint of one's own.
+
+    :param model: a model with or without a scheme; it may be compiled, sharded or wrapped.
+    :returns: ``scheme``, the spelling of the scheme, and ``norms``: name of each norm with a factor -> the number of
+        its block, 1-based. JSON and ``torch.save`` take it.
+    :raises MeasurementError: a norm lost its factor after the scheme was applied.
+
+    Example: ``torch.save({"model": model.state_dict(), "lns": olmo_lns.record(model)}, path)``.
+    """
+    norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.sites(model)}
+    return {"scheme": str(sites.read_back(model)), "norms": norms}
+
+
+def require(model: Any, saved: Any) -> None:
+    """Compare a model with the record of a checkpoint, before its weights are loaded.
+
+    :param model: the model that goes on. :param saved: what :func:`record` returned when the checkpoint was saved.
+    :raises CheckpointMismatchError: the schemes differ, and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+    :raises LNSConfigError: no record, or a record of another model.
+
+    Example: ``olmo_lns.require(model, checkpoint["lns"])``, then ``model.load_state_dict(checkpoint["model"])``.
+    """
+    if not isinstance(saved, Mapping) or not {"scheme", "norms"} <= saved.keys():
+        raise LNSConfigError(
+            f"require() found {saved!r:.80} as a checkpoint's record. It expects the value that olmo_lns.record(model) "
+            "returned when the checkpoint was saved."
+        )
+    running, scheme = record(model), parse(saved["scheme"])
+    apply = "olmo_lns.apply(model, {0!r})"
+    require_same(
+        scheme,
+        sites.read_back(model),
+        source="the checkpoint's record",
+        setting=lambda scheme: "without olmo_lns.apply" if scheme.is_pre_ln else apply.format(str(scheme)),
+    )
+    if running["scheme"] == saved["scheme"] and running["norms"] != saved["norms"]:
+        foreign = sorted(saved["norms"].keys() ^ running["norms"].keys())
+        raise LNSConfigError(
+            f"the checkpoint's record is of another model than this {type(model).__name__}: it names "
+            f"{len(saved['norms'])} norms, this model has {len(running['norms'])}. The first difference is "
+            f"{foreign[0] if foreign else 'the number of a block'}. Build the model of the checkpoint."
+        )
 
 
 def require_same(

@@ -1,0 +1,175 @@
+"""``olmo_lns.fold``, ``record`` and ``require`` for any model."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support import block_kinds as kinds
+from support.other_models import IDS, Model
+from torch import nn
+
+import olmo_lns
+from olmo_lns import sites
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
+
+X = torch.randn(2, 8, kinds.D, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(1, kinds.D, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Centred(nn.RMSNorm):
+    """Stores its gain less one, as Gemma's."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight)
+
+
+def centred(width):
+    norm = Centred(width)
+    nn.init.zeros_(norm.weight)
+    return norm
+
+
+def without_gain(width):
+    return nn.RMSNorm(width, elementwise_affine=False)
+
+
+def pairs(model):
+    return [(attn.norm, ff.norm) for attn, ff in model.layers]
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "options"),
+    [
+        (kinds.Stack, X, {}),
+        (lambda: kinds.Stack(kinds.Fused), X, {}),
+        (lambda: nn.Sequential(*(kinds.Pooled() for _ in range(4))), IMAGES, {}),
+        (lambda: kinds.Chunks(2, 3), X, {}),
+        (kinds.Pairs, X, {"norms": pairs}),
+        (Model, IDS, {}),
+        (lambda: Model(norm=centred), IDS, {}),
+        (lambda: Model(norm=without_gain), IDS, {}),
+    ],
+)
+def test_a_folded_model_is_stock_and_gives_the_same(make, x, options):
+    torch.manual_seed(0)
+    model = make()
+    stock = copy.deepcopy(model)
+    olmo_lns.apply(model, example=x, **{name: give(model) for name, give in options.items()})
+    expected = model(x)
+    assert not torch.allclose(stock(x), expected, rtol=1e-3)
+    assert olmo_lns.fold(model, example=x) is model
+    assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
+    stock.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stock(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_two_blocks_share_is_not_folded_and_the_scheme_stays():
+    torch.manual_seed(0)
+    model = kinds.Stack()
+    model.layers[1].n1.weight = model.layers[2].n1.weight
+    olmo_lns.apply(model, example=X)
+    expected, state = model(X), copy.deepcopy(model.state_dict())
+    with pytest.raises(LNSError, match="share this weight"):
+        olmo_lns.fold(model, example=X)
+    assert torch.equal(model(X), expected)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_reads_a_gain_elsewhere_is_not_folded_and_the_scheme_stays():
+    torch.manual_seed(0)
+    model = kinds.Stack()
+    olmo_lns.apply(model, example=X)
+    model.out.weight = model.layers[3].n2.weight  # a tied gain outside of the blocks
+    expected = model(X)
+    with pytest.raises(LNSError, match="expected to give the same output"):
+        olmo_lns.fold(model, example=X)
+    assert torch.equal(model(X), expected) and len(list(sites.sites(model))) == 8
+
+
+def test_what_cannot_be_folded_is_refused():
+    with pytest.raises(LNSConfigError, match="nothing to fold"):
+        olmo_lns.fold(kinds.Stack(), example=X)
+    model = olmo_lns.apply(kinds.Stack(), example=X).to("meta")
+    with pytest.raises(LNSConfigError, match="meta device"):
+        olmo_lns.fold(model, example=X)
+    model = olmo_lns.apply(kinds.Stack(), example=X)
+    model.compile()
+    with pytest.raises(LNSConfigError, match="compiled"):
+        olmo_lns.fold(model, example=X)
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_weights_that_accelerate_keeps_elsewhere_are_refused_by_apply_and_fold(offload, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    places = {"cpu_offload": ["cpu"], "disk_offload": [str(tmp_path), "cpu"]}[offload]
+    scaled, stock = olmo_lns.apply(Model(), example=IDS), Model()
+    for model, function in ((scaled, olmo_lns.fold), (stock, olmo_lns.apply)):
+        model = getattr(accelerate, offload)(model, *places)
+        with pytest.raises(LNSConfigError, match="accelerate has offloaded the weights"):
+            function(model, example=IDS)
+
+
+def test_a_model_that_accelerate_runs_on_several_devices_is_scaled_and_folded():
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    def dispatched():
+        model = Model()
+        for module in model.modules():
+            if list(module.parameters(recurse=False)):
+                hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        return model
+
+    expected = olmo_lns.apply(Model(), example=IDS)(IDS)
+    model = olmo_lns.apply(dispatched(), example=IDS)
+    torch.testing.assert_close(model(IDS), expected)
+    olmo_lns.fold(model, example=IDS)
+    torch.testing.assert_close(model(IDS), expected, rtol=1e-4, atol=1e-5)
+    stock = Model()
+    stock.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stock(IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_record_survives_json_and_wrappers():
+    model = olmo_lns.apply(kinds.Stack(), "lns:exponent=0.25", example=X)
+    saved = json.loads(json.dumps(olmo_lns.record(model)))
+    assert saved["scheme"] == "lns:exponent=0.25" and saved["norms"]["layers.3.n2"] == 4 and len(saved["norms"]) == 8
+    olmo_lns.require(model, saved)
+    olmo_lns.require(torch.compile(model), saved)
+    assert olmo_lns.record(kinds.Stack()) == {"scheme": "preln", "norms": {}}
+    olmo_lns.require(kinds.Stack(), olmo_lns.record(kinds.Stack()))
+
+
+@pytest.mark.parametrize(
+    ("running", "saved", "error", "message"),
+    [
+        (
+            lambda: kinds.Stack(),
+            lambda: olmo_lns.apply(kinds.Stack(), example=X),
+            CheckpointMismatchError,
+            "olmo_lns.apply",
+        ),
+        (lambda: olmo_lns.apply(kinds.Stack(), example=X), lambda: kinds.Stack(), CheckpointMismatchError, "without"),
+        (
+            lambda: olmo_lns.apply(kinds.Stack(), example=X),
+            lambda: olmo_lns.apply(kinds.Stack(), "lns:exponent=0.25", example=X),
+            CheckpointMismatchError,
+            "0.25",
+        ),
+        (
+            lambda: olmo_lns.apply(kinds.Stack(), example=X),
+            lambda: olmo_lns.apply(kinds.Stack(count=5), example=X),
+            LNSConfigError,
+            "another model.*10 norms, this model has 8",
+        ),
+    ],
+)
+def test_a_record_of_something_else_is_refused(running, saved, error, message):
+    with pytest.raises(error, match=message):
+        olmo_lns.require(running(), olmo_lns.record(saved()))
+
+
+@pytest.mark.parametrize("saved", [None, {}, "lns", {"scheme": "lns"}])
+def test_a_value_that_is_no_record_is_refused(saved):
+    with pytest.raises(LNSConfigError, match="expects the value that"):
+        olmo_lns.require(kinds.Stack(), saved)
