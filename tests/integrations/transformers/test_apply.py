@@ -44,7 +44,7 @@ def test_an_example_may_leave_the_cache_on(attention):
     ("kind", "options", "message"),
     [
         ("llama", {"initialization": "scaled"}, "expected plain or upstream"),
-        ("llama", {"blocks": [torch.nn.Identity()]}, "one list of modules"),
+        ("llama", {"blocks": [torch.nn.Identity()]}, "no part of this LlamaForCausalLM"),
         ("gpt2", {"changes": {"add_cross_attention": True}}, "third sub-layer"),
     ],
 )
