@@ -5,6 +5,9 @@ import signal
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("olmo", reason="needs ai2-olmo")
+
 from support import training
 from support.launch import environment, torchrun, write_config
 

@@ -7,6 +7,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+
+pytest.importorskip("olmo", reason="needs ai2-olmo")
+
 from support import launch
 from support.diagnostic_models import Linear, Toy, ids, matrices
 from support.olmo_models import reference_states

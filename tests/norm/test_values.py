@@ -5,6 +5,9 @@ import itertools
 
 import pytest
 import torch
+
+pytest.importorskip("olmo", reason="needs ai2-olmo")
+
 from olmo.config import ModelConfig
 from olmo.model import RMSLayerNorm
 from support import norm_reference as reference

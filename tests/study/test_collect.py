@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from olmo.config import TrainConfig
-from omegaconf import OmegaConf
 from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
@@ -74,6 +72,9 @@ def test_a_setting_that_nobody_knows_is_reported_and_refuses_nothing(built, capl
 
 def test_of_every_setting_it_is_known_whether_it_changes_the_loss():
     """OLMo's by its own config, Megatron's model by its parser's recorded arguments."""
+    from olmo.config import TrainConfig
+    from omegaconf import OmegaConf
+
     config = OmegaConf.to_container(OmegaConf.structured(TrainConfig))
     arguments = json.loads((Path(__file__).parents[1] / "support" / "megatron_arguments.json").read_text())
     megatron = {name: None for recorded in arguments.values() for name in recorded}
