@@ -18,7 +18,7 @@ def pytest_pyfunc_call():
     try:
         return (yield)
     except ModuleNotFoundError as error:
-        if WITHOUT_OLMO and (error.name or "").partition(".")[0] in ("olmo", "omegaconf"):
+        if WITHOUT_OLMO and (error.name or "").partition(".")[0] in ("olmo", "omegaconf", "ai2-olmo"):
             pytest.skip("needs ai2-olmo")
         raise
 

@@ -53,6 +53,7 @@ def test_the_doctor_imports_no_framework_and_says_where_torch_is_missing():
 
 def test_a_package_that_is_absent_is_named_with_its_command(capsys, monkeypatch):
     """After ``pip install ai2-olmo`` alone, OLMo lacks packages."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
     version = importlib.metadata.version
 
     def without_wandb(name):
