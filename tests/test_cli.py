@@ -103,12 +103,18 @@ def test_wrong_usage_is_two_lines(words, said, capsys):
     ("words", "code", "said"),
     [
         (["analyse"], 2, "(did you mean 'analyze'?)"),
-        (["study", "plan", "paper", "--only", "13B"], 1, "no run of study paper begins with '13B'; its runs: 60M-"),
+        (
+            ["study", "plan", "paper", "--only", "13B"],
+            1,
+            "no run of study paper begins with '13B' (did you mean '1B'?); its runs: 60M-",
+        ),
         (["train", "61M-lns"], 1, "61M-lns: no such file (did you mean '60M-lns'?). Give the path of a file"),
         (["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"], 1, "/dev/null"),
     ],
 )
 def test_an_error_is_one_line_with_the_known_names_or_the_file(words, code, said, capsys):
+    if words[0] == "train":
+        pytest.importorskip("olmo", reason="needs ai2-olmo")
     assert cli.main(words) == code
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
