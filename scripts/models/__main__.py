@@ -37,6 +37,19 @@ from expectation import NORMS, REFUSED, ROWS, Row  # noqa: E402
 assert rows
 
 
+#: Packages of several rows whose import takes longer than a row does, and what their rows import.
+SLOW = {
+    "timm": "torchvision timm einops",
+    "litgpt": "litgpt",
+    "torchtune": "torchtune.models.llama3",
+    "monai": "monai.networks.nets",
+    "diffusers": "diffusers.models.transformers diffusers.models.transformers.transformer_flux",
+    "transformers": "transformers.models.llama.modeling_llama",
+    "x-transformers": "x_transformers",
+    "open_clip_torch": "open_clip.model",
+}
+
+
 def one(row: Row, check: bool, path: str) -> None:
     """Judge one row in a process of its own, without its output, and write the result."""
     from judge import judge
@@ -53,10 +66,11 @@ def run(rows: list[Row], check: bool, jobs: int, limit: float) -> Iterator[dict]
     import torch
 
     torch.set_num_threads(1)
-    if len(rows) > 5:  # what most rows import
-        for package in ("torchvision", "timm", "einops", "transformers"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(package)
+    for package, modules in SLOW.items():  # once, in front of all forks
+        if sum(row.source == f"package:{package}" for row in rows) > 1 or (len(rows) > 9 and package == "timm"):
+            for module in modules.split():
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
     fork, running, waiting = multiprocessing.get_context("fork"), [], list(rows)
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
