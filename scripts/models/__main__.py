@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fnmatch
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -137,6 +138,15 @@ def markdown(results: list[dict]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + "\n\n" + "\n".join(lines) + "\n"
 
 
+def merged(results: list[dict], earlier: list[list[dict]]) -> list[dict]:
+    """Add earlier results of rows that did not run now, the last file's first, and sort by row."""
+    found = {}
+    for result in itertools.chain(*earlier, results):
+        if result["name"] in ROWS and (result["verdict"] != "not installed" or result["name"] not in found):
+            found[result["name"]] = result
+    return [found[name] for name in ROWS if name in found]
+
+
 def main() -> None:
     """Run the rows that were named and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +158,7 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=1, help="rows that run at once")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one row")
     parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--merge", nargs="*", default=[], help="take results of other rows from earlier --json files")
     parser.add_argument("--markdown", help="write the table into this file, between its two markers")
     arguments = parser.parse_args()
     patterns = arguments.names or ["*"]
@@ -164,7 +175,7 @@ def main() -> None:
             f"{result['seconds']} s  {short(result['found'], 200)}  {result['code'][-60:] if arguments.check else ''}",
             flush=True,
         )
-    results.sort(key=lambda result: list(ROWS).index(result["name"]))
+    results = merged(results, [json.loads(Path(path).read_text()) for path in arguments.merge])
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(r["verdict"] for r in results).most_common()))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1))
