@@ -168,6 +168,8 @@ def main() -> None:
     results = []
     for result in run(chosen, arguments.check, arguments.jobs, arguments.limit):
         results.append(result)
+        if arguments.json:  # after each row, so that a run that is stopped leaves what it found
+            Path(arguments.json).write_text(json.dumps(results, indent=1))
         weak = f"  [{result['weakest'][1]:.0e}]" if result.get("weakest") else ""
         difference = f" {result['difference']:.1e}" if result.get("difference") is not None else ""
         print(
