@@ -59,14 +59,12 @@ def _():
     code=("model.py", "x = x + self.mlp(self.ln_2(x))"),
 )
 def _():
-    code = load(NANO, "model.py")
-
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + nn.functional.rms_norm(self.mlp(self.ln_2(x)), x.shape[-1:])
 
     model = nanogpt()
-    code.Block.forward = forward
+    type(model.transformer.h[0]).forward = forward
     return model, every_logit
 
 
@@ -78,14 +76,12 @@ def _():
     code=("model.py", "x = x + self.attn(self.ln_1(x))"),
 )
 def _():
-    code = load(NANO, "model.py")
-
     def forward(self, x):
         x = x + nn.functional.rms_norm(self.attn(self.ln_1(x)), x.shape[-1:])
         return x + nn.functional.rms_norm(self.mlp(self.ln_2(x)), x.shape[-1:])
 
     model = nanogpt()
-    code.Block.forward = forward
+    type(model.transformer.h[0]).forward = forward
     return model, every_logit
 
 
@@ -97,14 +93,12 @@ def _():
     code=("model.py", "x = x + self.attn(self.ln_1(x))"),
 )
 def _():
-    code = load(NANO, "model.py")
-
     def forward(self, x):
         x = x + nn.functional.normalize(self.attn(self.ln_1(x)), dim=-1) * 3.0
         return x + self.mlp(self.ln_2(x))
 
     model = nanogpt()
-    code.Block.forward = forward
+    type(model.transformer.h[0]).forward = forward
     return model, every_logit
 
 
