@@ -447,8 +447,7 @@ class Replay:
             raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
         self._check_one_stream(site_names)
         for name in self.norms.keys() - set(self.names):
-            moved = self.effect(self.norms[name], change=_raise_first_channel)
-            if float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm()):
+            if _is_one_element(self.effect(self.norms[name], change=_raise_one_element)):
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
         for name in self.names:
             if self._ends_in_function(name):
@@ -532,13 +531,17 @@ class Replay:
                 parameter.data = torch.full_like(parameter, fill)
         try:
             norm = self.norms[name]
-            rows = torch.arange(1.0, 1.0 + self.x.shape[-2], device=self.x.device, dtype=self.dtype)[:, None]
+
+            def by_row(y: torch.Tensor) -> torch.Tensor:
+                factors = torch.arange(1.0, 1.0 + y.shape[-2], device=y.device, dtype=y.dtype)
+                return factors[:, None] * y.roll(1, -1)
+
             zero, *moved = (
                 self.run(self.x, self.names, {norm: change})[0]
                 for change in (
                     torch.zeros_like,
                     lambda y: y,
-                    lambda y: rows * y.roll(1, -1),
+                    by_row,
                     lambda y: 3.0 * y.roll(2, -1),
                 )
             )
@@ -593,18 +596,25 @@ class Replay:
         return {module: found[0] for module, found in outputs.items() if len(found) == 1}
 
     def _is_added(self, module: nn.Module) -> bool:
-        """Return true if a change of one channel of the module's output changes that channel of the block only."""
-        moved = self.effect(module, change=_raise_first_channel)
-        return float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm())
+        """Return true if a change of one element of the module's output changes the block in one element."""
+        return _is_one_element(self.effect(module, change=_raise_one_element))
 
 
 def _roll_channels(y: torch.Tensor) -> torch.Tensor:
     return 2.0 * y.roll(1, -1)
 
 
-def _raise_first_channel(y: torch.Tensor) -> torch.Tensor:
-    """Raise one channel; a branch that ends in this norm changes the stream in that channel only."""
-    return y + torch.eye(1, y.shape[-1], dtype=y.dtype, device=y.device)[0]
+def _raise_one_element(y: torch.Tensor) -> torch.Tensor:
+    """Raise one element. What is added to the stream changes it in one element; a matrix in between spreads it."""
+    raised = y.clone(memory_format=torch.contiguous_format)
+    raised.view(-1)[y.numel() // 2] += 1.0
+    return raised
+
+
+def _is_one_element(moved: torch.Tensor) -> bool:
+    """Return true if a block's output moved in one element only."""
+    size = moved.abs()
+    return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
 
 
 def replace_first(output: Any, value: Any) -> Any:

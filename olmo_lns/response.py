@@ -90,7 +90,8 @@ def _response(module: nn.Module, shape: tuple[int, ...]) -> Response:
     with torch.enable_grad():
         x = torch.randn(shape, generator=generator, device="cpu")
         x[2:4] *= 1e-3
-        x[4:, ..., 0] += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
+        massive = x[4:, 0] if x.dim() > 3 else x[4:, ..., 0]  # one channel; the first dimension of images
+        massive += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
         x = x.to(device, dtype).requires_grad_()
         output = first_output(torch.func.functional_call(module, values, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)

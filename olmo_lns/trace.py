@@ -27,11 +27,13 @@ class Trace:
 
     :param runs: module -> the number of its runs, in the order in which the modules ended their first run.
     :param calls: module -> its last call; None for a module whose output is no stream.
+    :param outputs: module with a call -> the stream that it returned.
     :param shapes: module without inner weights -> the shape of its input.
     """
 
     runs: dict[nn.Module, int] = field(default_factory=dict)
     calls: dict[nn.Module, probe.Call | None] = field(default_factory=dict)
+    outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     shapes: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
 
     def ran_once(self, module: nn.Module) -> bool:
@@ -56,6 +58,8 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
         trace.runs[module] = trace.runs.get(module, 0) + 1
         if module in members:
             trace.calls[module] = _call(args, kwargs, output)
+            if trace.calls[module] is not None and (stream := probe.stream_of(output)) is not None:
+                trace.outputs[module] = stream
         value = next(iter((*args, *kwargs.values())), None)
         if torch.is_tensor(value) and probe.is_leaf(module):
             trace.shapes[module] = tuple(value.shape)
@@ -87,8 +91,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     Example: ``find_blocks(model, lambda: model(ids)).path`` is ``"model.layers"`` for a Llama of transformers.
     """
     lists = {name: _elements(module) for name, module in model.named_modules() if isinstance(module, _LISTS)}
-    # A layer without children is not a block: the head of a model may be a Sequential of its norm and a dropout.
-    lists = {name: listed for name, listed in lists.items() if listed and all(map(_may_be_block, listed))}
+    lists = {name: listed for name, listed in lists.items() if listed}
     trace = record(model, run, {*itertools.chain(*lists.values()), *(_given(model, blocks, lists) or ())})
     if blocks is not None:
         listed = list(blocks)
@@ -97,6 +100,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
                 f"{type(model).__name__}: the modules in blocks= were expected to run once each, in this order, on one "
                 f"stream; they did not. Give the norms themselves: {norms_example(model, trace)}."
             )
+        _require_one_stream(model, listed, trace, "blocks=", run)
         _require_whole_depth(model, listed, trace, "blocks=", run)
         return Blocks("", listed, trace)
     stacks: dict[str, list[nn.Module]] = {}
@@ -104,6 +108,8 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
         if not any(_is_inside(name, outer) for outer in stacks) and _is_stack(listed, trace):
             stacks[name] = listed
     _refuse_repeated(model, lists, stacks, trace)
+    with_norms = {name: listed for name, listed in stacks.items() if all(map(_norm_count, listed))}
+    stacks = with_norms or stacks  # between the blocks, convolutions of positions may have a list of their own
     if len(stacks) > 1:
         stacks = _joined_stages(model, stacks) or stacks
     if len(stacks) != 1:
@@ -117,6 +123,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     ((name, listed),) = stacks.items()
     _require_numbers(model, name)
     listed = _blocks_of_chunks(name, listed, lists, trace)
+    _require_one_stream(model, listed, trace, name, run)
     _require_whole_depth(model, listed, trace, name, None)
     return Blocks(name, listed, trace)
 
@@ -127,12 +134,17 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 def _elements(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters; chunks of DINOv2 are padded with others."""
-    return [child for child in module.children() if next(child.parameters(), None) is not None]
+    """Return the elements of a list that may be blocks.
 
-
-def _may_be_block(module: nn.Module) -> bool:
-    return any(module.children())
+    Elements without parameters are left out; chunks of DINOv2 are padded with them. A Sequential may hold a whole
+    model: then its blocks are the only row of two elements or more of one class. A layer without children is not a block.
+    """
+    elements = [child for child in module.children() if next(child.parameters(), None) is not None]
+    if all(any(element.children()) for element in elements):
+        return elements
+    rows = [list(row) for _, row in itertools.groupby(elements, key=type)]
+    rows = [row for row in rows if len(row) > 1 and all(any(element.children()) for element in row)]
+    return rows[0] if len(rows) == 1 and isinstance(module, nn.Sequential) else []
 
 
 def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) -> list[nn.Module] | None:
@@ -189,8 +201,12 @@ def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]]) -> d
             continue
         front = f"{outer}." if outer else ""
         owners = [name.removeprefix(front).partition(".") for name in stacks if name.startswith(front)]
-        keys = [key for key, child in module.named_children() if next(child.parameters(), None) is not None]
-        if [key for key, _, _ in owners] == keys and len({rest for _, _, rest in owners}) == 1:
+        keys = [key for key, _, _ in owners]
+        kinds = {type(block) for listed in stacks.values() for block in listed}
+        others = [child for key, child in module.named_children() if key not in keys]
+        has_more = any(type(inner) in kinds - {nn.Sequential} for other in others for inner in other.modules())
+        is_stages = len(owners) == len(stacks) == len(set(keys)) and len({rest for _, _, rest in owners}) == 1
+        if is_stages and not has_more:
             return {outer: list(itertools.chain(*stacks.values()))}
     return {}
 
@@ -238,8 +254,52 @@ def _require_whole_depth(
     raise LNSConfigError(
         f"{type(model).__name__}: found {len(blocks)} blocks in {source} and similar blocks outside of it: "
         f"{', '.join(outside)}; expected all of them, since the factor of a block depends on its number in the whole "
-        "depth. Give all blocks in order: blocks=[…]."
+        f"depth. Give all blocks in order, blocks=[…], or all norms: {norms_example(model, trace)}."
     )
+
+
+def _require_one_stream(
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any]
+) -> None:
+    """Check that each block gets its stream from the one before, by one more run where something is in between.
+
+    :raises LNSConfigError: a block whose input does not depend on the first block, as in a model of two streams.
+    """
+    calls = [trace.calls[block] for block in blocks]
+    pairs = zip(blocks, calls[1:], strict=False)
+    if all(call is not None and _is_same(trace.outputs[block], call.stream) for block, call in pairs):
+        return
+    streams: dict[nn.Module, torch.Tensor] = {}
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        return replace_stream(output, 2.0 * probe.stream_of(output).roll(1, -1))  # type: ignore[union-attr]
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        place = trace.calls[module].place  # type: ignore[union-attr]
+        streams[module] = args[place] if isinstance(place, int) else kwargs[place]
+
+    hooks = [blocks[0].register_forward_hook(change)]
+    hooks += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[1:]]
+    with probe.hooks(hooks), torch.no_grad():
+        run()
+    for number, (block, call) in enumerate(zip(blocks[1:], calls[1:], strict=True), start=2):
+        if call is not None and block in streams and _is_same(streams[block], call.stream):
+            raise LNSConfigError(
+                f"{type(model).__name__}: the blocks in {source} have two streams: the input of block {number} does "
+                "not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give the blocks or the "
+                f"norms of one stream: {norms_example(model, trace)}."
+            )
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def replace_stream(output: Any, value: torch.Tensor) -> Any:
+    """Return a block's output with another stream: in its place, in a tuple, or as ``last_hidden_state``."""
+    if hasattr(output, "last_hidden_state"):
+        return type(output)(**{**dict(output), "last_hidden_state": value})
+    return probe.replace_first(output, value)
 
 
 def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:
