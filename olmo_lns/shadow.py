@@ -52,7 +52,7 @@ def real_default_device(model: nn.Module) -> Iterator[None]:
 class RandomWeights:
     """Random parameters that are views of a few tensors: one for each dtype, device and size of the weights.
 
-    A matrix is drawn at about ``shape[-1] ** -0.5``, a vector at 1 ± 0.2. Two parameters of one module start at
+    A matrix is drawn at about ``fan_in ** -0.5``, a vector at 1 ± 0.2. Two parameters of one module start at
     different elements. The same sequence of shapes gives the same values in every process. Do not write to the
     parameters: another parameter holds the same elements.
 
@@ -91,7 +91,8 @@ class RandomWeights:
 
     def _pool(self, like: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
         shape = _shape(like)
-        exponent = round(math.log2(max(1, shape[-1])) / 2) if len(shape) > 1 else None  # of 2: few sizes, few pools
+        fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1] if shape else 1  # of convolutions, and others
+        exponent = round(math.log2(max(1, fan_in)) / 2) if len(shape) > 1 else None  # of 2: few sizes, few pools
         key = (dtype or like.dtype, device or like.device, exponent)
         length = math.prod(shape) + _STARTS
         if key not in self._pools or len(self._pools[key]) < length:

@@ -137,7 +137,7 @@ def _elements(module: nn.Module) -> list[nn.Module]:
     """Return the elements of a list that may be blocks.
 
     Elements without parameters are left out; chunks of DINOv2 are padded with them. A Sequential may hold a whole
-    model: then its blocks are the only row of two elements or more of one class. A layer without children is not a block.
+    model: then its blocks are the only row of two elements or more of one class. A layer without children is no block.
     """
     elements = [child for child in module.children() if next(child.parameters(), None) is not None]
     if all(any(element.children()) for element in elements):
