@@ -132,7 +132,7 @@ test-torchtitan:
 		--dist loadfile -m "$(MARK)" tests/integrations/torchtitan $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
-test-gpu: setup
+test-gpu: $(SETUP)
 	$(PYTEST) -m gpu $(ARGS)
 
 lint: setup

@@ -41,6 +41,16 @@ def wide() -> Any:
     return _causal_lm("Llama", hidden_size=1024, intermediate_size=2736, num_hidden_layers=24, num_attention_heads=16)
 
 
+def tiny() -> Any:
+    """2 blocks of width 64 (Llama)."""
+    return _causal_lm("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+
+
+def real_7b() -> Any:
+    """The shape of Llama 2 7B in bf16."""
+    return _causal_lm("Llama", num_hidden_layers=32, dtype=torch.bfloat16)
+
+
 def chunk() -> Any:
     """DINOv2 ViT-B/14 with its default of one chunk of 12 blocks."""
     from dinov2.models.vision_transformer import vit_base
@@ -78,7 +88,11 @@ CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "moe": (moe, None, "transformers"),
     "meta_7b": (meta_7b, None, "transformers"),
     "meta_moe": (meta_moe, None, "transformers"),
+    "tiny": (tiny, None, "transformers"),
+    "real_7b": (real_7b, None, "transformers"),
 }
+#: Cases that run only where they are named: to try the script, and of 14 GB.
+ON_REQUEST = {"tiny", "real_7b"}
 
 
 def _resident(which: str) -> float:
@@ -95,7 +109,8 @@ def measure(name: str, device: str, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     build, example, _ = CASES[name]
     torch.manual_seed(0)
-    model = build()
+    with torch.device(device):
+        model = build()
     row: dict[str, Any] = {"case": name, "model": build.__doc__.rstrip(".") if build.__doc__ else name}
     if not name.startswith("meta"):
         model = model.to(device).eval()
@@ -128,7 +143,12 @@ def measure(name: str, device: str, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help=f"of {', '.join(CASES)}; default all but {', '.join(sorted(ON_REQUEST))}",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--package", type=Path, default=ROOT, help="folder that contains olmo_lns")
@@ -142,7 +162,7 @@ def main() -> None:
         return
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(args.package), os.environ.get("PYTHONPATH", "")])}
     rows = []
-    for name in args.cases or CASES:
+    for name in args.cases or [name for name in CASES if name not in ON_REQUEST]:
         if importlib.util.find_spec(CASES[name][2]) is None:
             print(f"{name}: skipped, {CASES[name][2]} is not installed")
             continue

@@ -1,7 +1,8 @@
 """``y = s * Norm(x)`` with the factor folded into the norm, not multiplied afterwards.
 
 Two functions and one choice. The functions give the same values and gradients as multiplying the
-norm's output by ``scale``, to the precision of the dtype, for the price of the norm alone.
+norm's output by ``scale``, to the precision of the dtype, without another pass over the activations.
+docs/kernels.md has the measured times.
 """
 
 from __future__ import annotations
