@@ -71,7 +71,7 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
             axes.plot(row.d_preln, place, "o", color="#0072B2", markersize=10, fillstyle=fill, markeredgewidth=2.2)
             axes.plot(row.d_scaled_init, place, "D", **hollow)
         place -= 1.5
-    label = "LNS minus Pre-LN; hollow: the paper does not state Pre-LN's initialization"
+    label = "LNS minus Pre-LN (hollow: the paper does\nnot state Pre-LN's initialization)"
     axes.plot([], [], "o", color="#0072B2", markersize=10, label=label)
     axes.plot([], [], "D", label="LNS minus scaled initialization", **hollow)
     axes.axvline(0, color="black", linewidth=1.2)
