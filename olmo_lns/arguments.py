@@ -20,7 +20,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
     def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"expected a whole number >= {smallest}, found {text!r}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not accepted. Pass a whole number of at least {smallest}")
         return int(text)
 
     return whole_number
@@ -29,7 +29,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 def as_path(text: str) -> Path:
     """Return a path; an argparse type. :raises argparse.ArgumentTypeError: an empty path, as of an unset variable."""
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty: is the variable set?")
+        raise argparse.ArgumentTypeError("the path is empty. Pass a path, or set the shell variable that has it")
     return Path(text)
 
 

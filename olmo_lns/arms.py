@@ -52,14 +52,22 @@ def define(arm: Arm) -> Arm:
     :raises ValueError: a name that is taken or cannot name a folder, an unknown initialization, or an initialization
         that contradicts ``init_fn``.
     """
-    if arm.name in ARMS or not re.fullmatch(r"[a-z0-9_.]+", arm.name):
-        raise ValueError(f"arm name {arm.name!r}: taken, or not lower-case letters, digits, _ and .")
+    if arm.name in ARMS:
+        raise ValueError(f"Arm {arm.name!r} exists already. Names of arms are unique. Choose another name.")
+    if not re.fullmatch(r"[a-z0-9_.]+", arm.name):
+        raise ValueError(
+            f"Arm {arm.name!r} has a name that cannot be a folder. Use lower-case letters, digits, _ and . only."
+        )
     if arm.initialization not in INITIALIZATIONS:
-        raise ValueError(f"arm {arm.name!r}: initialization {arm.initialization!r}, expected one of {INITIALIZATIONS}")
+        raise ValueError(
+            f"Arm {arm.name!r} has the unknown initialization {arm.initialization!r}. Use one of "
+            f"{', '.join(INITIALIZATIONS)}."
+        )
     if arm.init_fn and arm.initialization != ("upstream" if arm.scheme.is_pre_ln else "plain"):
         raise ValueError(
-            f"arm {arm.name!r}: init_fn {arm.init_fn!r} needs Pre-LN with initialization upstream, or another scheme "
-            "with plain, because a scheme removes the depth factor of init_fn"
+            f"Arm {arm.name!r} has init_fn {arm.init_fn!r} with initialization {arm.initialization!r}. A scheme "
+            "removes the depth factor of an init_fn, but Pre-LN keeps it. Use upstream with Pre-LN, and plain with "
+            "another scheme."
         )
     ARMS[arm.name] = arm
     return arm
@@ -126,8 +134,8 @@ def arm_named(name: str) -> Arm:
         return ARMS[name]
     if ":" not in name and name not in names():
         raise LNSConfigError(
-            f"unknown arm {name!r}{did_you_mean(name, [*ARMS, *names()])}: expected a scheme, such as "
-            f"lns:exponent=0.3, or one of {', '.join(ARMS)}"
+            f"Unknown arm {name!r}{did_you_mean(name, [*ARMS, *names()])}. Use a scheme, such as lns:exponent=0.3, or "
+            f"one of {', '.join(ARMS)}."
         )
     scheme = parse(name)
     for arm in ARMS.values():
@@ -142,4 +150,7 @@ def check_environment() -> None:
     """Check the environment. :raises LNSConfigError: a variable that would change the arms."""
     name = settings.INITIALIZATION
     if value := settings.read(name):
-        raise LNSConfigError(f"{name}={value} would change the initialization of the arms: unset the variable")
+        raise LNSConfigError(
+            f"{name}={value} would change the initialization of the arms. Each arm sets its initialization. Unset "
+            f"{name}."
+        )

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if (command := COMMANDS.get(name)) is None:
         hint = did_you_mean(name, COMMANDS)
-        print(f"olmo-lns: unknown command {name!r}{hint}. Known: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"olmo-lns: unknown command {name!r}{hint}. The commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     # OLMo calls a function that OmegaConf 2.4 renamed. A user cannot act on the warning.
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
@@ -93,12 +93,12 @@ def _user_message(command: Command, error: Exception) -> str | None:
         extra = {"olmo": "olmo", "olmo_core": "olmo-core", "megatron": "megatron"}.get(module, command.extra)
         from olmo_lns.extras import unsupported
 
-        remedy = unsupported(extra) or f"pip install 'olmo-lns[{extra}]'"
-        return f"needs {module}, which is not installed: {remedy}"
+        remedy = unsupported(extra) or f"Run: pip install 'olmo-lns[{extra}]'"
+        return f"The package {module} is not installed, and this command needs it. {remedy}"
     if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
         source = "writing" if error.filename is None else error.filename
         return f"{source}: {error.strerror}" if error.strerror else one_line(error)
-    return f"not YAML: {' '.join(str(error).split())}"
+    return f"A file cannot be read as YAML. Correct this place: {' '.join(str(error).split())}"
 
 
 def _usage() -> str:

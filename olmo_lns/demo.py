@@ -45,13 +45,17 @@ class Trained:
 def check_description(study: Study) -> None:
     """Check that the runs have the demo's measures. :raises LNSConfigError: other data, no held-out loss, no step 0."""
     if study.data != "demo":
-        raise LNSConfigError(f"{study.path}: expected a description with data: demo, found {study.data}")
+        raise LNSConfigError(
+            f"{study.path} has data: {study.data}. The demo trains on the sources of Python, data: demo. Change the "
+            "key, or use `olmo-lns study launch`."
+        )
     for run in study.runs:
         labels = [evaluator["label"] for evaluator in run.settings["evaluators"] or ()]
         if "heldout" not in labels or run.settings["no_pre_train_checkpoint"]:
             raise LNSConfigError(
-                f"{study.path}: the demo shows held-out losses, and variances before and after training: expected an "
-                "evaluator heldout and no_pre_train_checkpoint: false, as in configs/study/demo-base.yaml"
+                f"{study.path} has runs without a held-out loss or without a checkpoint before training. The demo "
+                "shows both. Add an evaluator heldout and no_pre_train_checkpoint: false, as in "
+                "configs/study/demo-base.yaml."
             )
 
 
@@ -76,7 +80,7 @@ def train(study: Study, out: Path, lock: int) -> None:
     """
     for run in study.runs:
         if problem := difference_from_saved(run, out / run.name):
-            raise LNSConfigError(f"{problem}; use another --out")
+            raise LNSConfigError(f"{problem} Pass another --out.")
     unfinished = [run for run in study.runs if not is_finished(run, out)]
     processes = [start(study, run, out, lock)[1] for run in unfinished]
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
@@ -97,7 +101,10 @@ def train(study: Study, out: Path, lock: int) -> None:
             reason = (last_log(run, out).strip() or "its log is empty").splitlines()[-1]
             folder = out / run.name
             log = find_logs(folder)[-1]
-            raise LNSError(f"run {run.name} failed: {reason}; see {log}, remove {folder} to restart")
+            raise LNSError(
+                f"Run {run.name} failed: {reason}. Its log is {log}. Repeat the command to resume the run, or remove "
+                f"{folder} to start it again."
+            )
 
 
 def last_log(run: Run, out: Path) -> str:
@@ -197,7 +204,8 @@ def main(argv: Sequence[str]) -> int:
     study = study.with_variables(environment(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in the same way as on Ctrl-C
     try:
-        with exclusive_lock(out / ".lock", f"{out}: another demo is running there") as lock:
+        problem = f"Another demo is running in {out}. Wait until it ends, or pass another --out."
+        with exclusive_lock(out / ".lock", problem) as lock:
             build(out / "data")
             train(study, out, lock)
             results = [

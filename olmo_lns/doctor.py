@@ -60,11 +60,14 @@ def missing_packages(extra: str) -> str:
             try:
                 version = importlib.metadata.version(name)
                 if not requirement.specifier.contains(version, prereleases=True):
-                    missing.append(f"{name}{requirement.specifier} (found {version})")
+                    missing.append(f"{name}{requirement.specifier} (version {version} is installed)")
             except importlib.metadata.PackageNotFoundError:
                 missing.append(name)
     isolation = "--no-build-isolation " if extra == "te" else ""
-    return f"lacks {', '.join(missing)}: pip install {isolation}'olmo-lns[{extra}]'" if missing else ""
+    if not missing:
+        return ""
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(missing)} {verb} missing. Run: pip install {isolation}'olmo-lns[{extra}]'"
 
 
 def examine() -> tuple[list[str], list[str]]:
@@ -73,19 +76,22 @@ def examine() -> tuple[list[str], list[str]]:
     for extra, (label, *_, setting) in FRAMEWORKS.items():
         version, missing = installed(extra), missing_packages(extra)
         if extra == "olmo-core" and missing and installed("olmo"):
-            missing = "needs an environment without ai2-olmo: docs/olmo-core.md"
+            missing = (
+                "OLMo-core cannot be installed beside ai2-olmo. docs/olmo-core.md installs it in another environment."
+            )
         rows.append((label, version or "-", missing or setting))
         if version and not missing:
             ready.append(f"{label} {version}")
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready)}."] if ready else []
     lines = lines or ["No supported framework is installed."]
     if settings.is_set(settings.DISABLE):
-        problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch: unset it")
+        problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch. Unset it to use the plugin.")
     elif autoload_active():
         lines.append("Unmodified launches load the plugin: the start-up hook is on.")
     else:
         lines.append(
-            "The start-up hook is off (pip --target, PYTHONPATH or -S): launch with python -m olmo_lns <script>."
+            "The start-up hook is off, as after pip --target, with PYTHONPATH or under python -S. Launch with: python "
+            "-m olmo_lns <script>"
         )
     try:
         settings.check()
@@ -99,7 +105,7 @@ def examine() -> tuple[list[str], list[str]]:
     except LNSError as error:
         problems.append(str(error))
     except (ImportError, OSError) as error:
-        problems.append(f"torch is not installed: pip install torch ({error})")
+        problems.append(f"torch could not be imported ({error}). Every framework needs it. Run: pip install torch")
     rows.append(("olmo-lns", __version__, f"Python {platform.python_version()}"))
     lines += ["", *(f"  {label:<14} {version:<10} {text}" for label, version, text in rows)]
     if variables := [f"{name}={value}" for name in settings.VARIABLES if (value := settings.read(name))]:

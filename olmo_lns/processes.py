@@ -21,7 +21,10 @@ def one_process(command: str) -> None:
     """
     world_size = os.environ.get("WORLD_SIZE", "").strip() or "1"
     if world_size != "1":
-        raise LNSConfigError(f"{command} runs in one process: found WORLD_SIZE={world_size}; start it without torchrun")
+        raise LNSConfigError(
+            f"WORLD_SIZE is {world_size}, but {command} runs in one process. Start it without torchrun, or unset "
+            "WORLD_SIZE."
+        )
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LNSError(f"{problem} (lock: {lock})") from None
+            raise LNSError(f"{problem} (The lock file is {lock}.)") from None
         yield file.fileno()
 
 

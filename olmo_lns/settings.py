@@ -59,12 +59,14 @@ def check() -> None:
         if name.startswith(PREFIX) and name not in VARIABLES:
             hint = did_you_mean(name.removeprefix(PREFIX), known, spell=known.__getitem__)
             raise LNSConfigError(
-                f"environment variable {name} is unknown{hint}. "
-                f"Known: {', '.join(sorted(VARIABLES))}. Unset it, or correct its name."
+                f"The environment variable {name} is unknown{hint}. "
+                f"The variables are {', '.join(sorted(VARIABLES))}. Correct the name, or unset the variable."
             )
     for name in _SWITCHES:
         if (value := read(name)) not in ("", "0", "1"):
-            raise LNSConfigError(f"{name}={value}: expected 1 (on) or 0 (off). Set {name}=1, or unset it")
+            raise LNSConfigError(
+                f"{name} is {value!r}. The values are 1 (on) and 0 (off). Set one of them, or unset the variable."
+            )
 
 
 def warn() -> None:
@@ -84,7 +86,7 @@ def refuse_disabled(request: str = "this command runs OLMo with the plugin") -> 
     """Refuse a request that needs the plugin. :raises LNSConfigError: the plugin is switched off."""
     if is_set(DISABLE):
         raise LNSConfigError(
-            f"{DISABLE}=1 is set, but {request}: unset {DISABLE}, or run the framework's own script without the plugin"
+            f"{DISABLE}=1 is set, but {request}. Unset {DISABLE}, or run the framework's script without the plugin."
         )
 
 

@@ -19,7 +19,8 @@ def find_local(name: str, beside: Path | None = None) -> Path | None:
     path = next((folder / name for folder in folders if (folder / name).exists()), None)
     if path is None and name.endswith(".json"):
         raise LNSConfigError(
-            f"tokenizer {name}: no such file, and not one of OLMo's; --tokenizer takes a path or a name"
+            f"The tokenizer {name} was not found here or among OLMo's tokenizers. Pass the path of a tokenizer.json, "
+            "or a name on the hub, with --tokenizer."
         )
     return path
 
@@ -34,7 +35,9 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
     :raises LNSError: ``name`` is empty, or the tokenizer cannot be loaded.
     """
     if not name:
-        raise LNSError("this command needs a tokenizer, but the model names none: give one with --tokenizer")
+        raise LNSError(
+            "The model names no tokenizer, and this command needs one to read text. Pass one with --tokenizer."
+        )
     import transformers
 
     path = find_local(name, beside)
@@ -44,8 +47,8 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # tokenizers raises a bare Exception for a bad file
         raise LNSError(
-            f"{name}: no tokenizer could be loaded ({one_line(error)}); give one with --tokenizer, "
-            "or give --data as token ids"
+            f"The tokenizer {name} could not be loaded: {one_line(error)}. Pass another one with --tokenizer, or pass "
+            "token ids with --data."
         ) from error
     if eos_token_id is not None and eos_token_id < len(tokenizer):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token_id)

@@ -75,7 +75,7 @@ class LocalTrainer(Trainer):
             raise KeyboardInterrupt
         self.stop_requested = True
         if get_global_rank() == 0:
-            print("\nending after this step with a checkpoint; a second signal ends immediately", flush=True)
+            print("\nThe run saves a checkpoint after this step and ends. A second signal ends it at once.", flush=True)
 
     def check_if_cancelled(self) -> tuple[bool, int]:
         """End the run on every rank after a signal at rank 0: after this step, with a checkpoint."""
@@ -194,7 +194,9 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
     if cfg.stop_at < trainer.max_steps:
-        log.warning("stop_at=%d ends this run before max_duration (step %d)", cfg.stop_at, trainer.max_steps)
+        log.warning(
+            "This run ends at step %d (stop_at), before max_duration (step %d).", cfg.stop_at, trainer.max_steps
+        )
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:
         return trainer.global_step, not cfg.dry_run
@@ -216,16 +218,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     for option, word in pairwise(["", *overrides]):
         if not word.startswith("-") and "=" not in word:
             meaning = f"{option}={word}" if option.startswith("--") and "=" not in option else f"--KEY={word}"
-            raise LNSConfigError(f"found {word!r} without an equals sign: type {meaning}")
+            raise LNSConfigError(
+                f"The override {word!r} has no equals sign. OLMo reads --key=value in one word. Type {meaning}"
+            )
     try:
         return TrainConfig.load(file, [clean_opt(override) for override in overrides])
     except (OLMoConfigurationError, AttributeError, TypeError) as error:  # OLMo reads some keys before it checks them
-        message = f"{path}: OLMo cannot load it: {one_line(error)}"
+        message = f"OLMo could not load {path}: {one_line(error)}"
         if "Environment variable" in message or "does not match any files" in message:
-            message += (
-                ". The data of the pack's configs are in $OLMO_DATA_DIR, with held-out text in its folder heldout/: "
-            )
-            message += "docs/data.md has the commands that make them"
+            message += ". The pack's configs read $OLMO_DATA_DIR, with held-out text in its folder heldout/. "
+            message += "docs/data.md has the commands that make these data."
         raise LNSConfigError(message) from error
 
 
@@ -236,20 +238,27 @@ def prepare(cfg: TrainConfig, device: torch.device) -> None:
     """
     ranks, strategy = get_world_size(), str(cfg.distributed_strategy)
     if cfg.run_name is None:
-        raise LNSConfigError("run_name is not set: give --run_name=NAME")
+        raise LNSConfigError("run_name is not set. OLMo needs a name for each run. Add --run_name=NAME.")
     may_exist = cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save
     if not may_exist and any((Path(cfg.save_folder) / name).exists() for name in ("config.yaml", "train_data")):
         raise LNSConfigError(
-            f"save_folder {cfg.save_folder} already has a run: --try_load_latest_save continues it, "
-            "--save_overwrite replaces it, --save_folder=... chooses another folder"
+            f"save_folder {cfg.save_folder} already has a run. Add --try_load_latest_save to continue it, "
+            "--save_overwrite to replace it, or --save_folder=FOLDER to use another folder."
         )
     for path in cfg.data.paths or []:
         if "://" not in path and not Path(path).is_file():
-            raise LNSConfigError(f"data.paths: {path}: no such file; expected tokenised .npy memmaps")
+            raise LNSConfigError(
+                f"The data file {path} was not found. data.paths must name files of token ids. docs/data.md makes them."
+            )
     if (batch := cfg.global_train_batch_size) % ranks:
-        raise LNSConfigError(f"global_train_batch_size {batch} is not a multiple of {ranks} ranks")
+        raise LNSConfigError(
+            f"global_train_batch_size is {batch}, which {ranks} processes cannot share evenly. Change one of the "
+            "numbers."
+        )
     if strategy not in ("ddp", "fsdp"):
-        raise LNSConfigError(f"distributed_strategy={strategy}: expected ddp or fsdp")
+        raise LNSConfigError(
+            f"distributed_strategy is {strategy}. `olmo-lns train` supports ddp and fsdp. Set one of them."
+        )
     cfg.model.precision = cfg.precision
     cfg.device_train_batch_size = batch // ranks
     cfg.device_train_grad_accum = cfg.device_train_batch_size // cfg.device_train_microbatch_size

@@ -48,7 +48,7 @@ def test_the_launcher_runs_a_script_as_python_would_and_says_when_a_flag_had_no_
     missing, off = shell(f"{OLMO_LNS} nowhere.py"), shell(f"{OLMO_LNS} {script}", OLMO_LNS_DISABLE="1")
     assert (missing.returncode, off.returncode) == (2, 2)
     assert b"no script 'nowhere.py'" in missing.stderr and missing.stderr.count(b"\n") == 1
-    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher needs the plugin: unset OLMO_LNS_DISABLE" in off.stderr
+    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher needs the plugin. Unset OLMO_LNS_DISABLE" in off.stderr
 
 
 ABSENT = (
@@ -87,9 +87,12 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     [
         (["analyze", "varience"], "invalid choice: 'varience' (choose from"),
         (["analyze", "gradnorm", "--model", "x", "--data", "y", "--tokes", "5"], "unrecognized arguments: --tokes 5"),
-        (["analyze", "variance", "--model", "x", "--data", "y", "--tokens", "0"], "a whole number >= 1, found '0'"),
+        (
+            ["analyze", "variance", "--model", "x", "--data", "y", "--tokens", "0"],
+            "'0' is not accepted. Pass a whole number of at least 1",
+        ),
         (["analyze", "variance"], "required: --model, --data"),
-        (["data", "fetch", "dolma", "--out", ""], "argument -o/--out: the path is empty: is the variable set?"),
+        (["data", "fetch", "dolma", "--out", ""], "argument -o/--out: the path is empty. Pass a path"),
     ],
 )
 def test_wrong_usage_is_two_lines(words, said, capsys):
@@ -106,9 +109,9 @@ def test_wrong_usage_is_two_lines(words, said, capsys):
         (
             ["study", "plan", "paper", "--only", "13B"],
             1,
-            "no run of study paper begins with '13B' (did you mean '1B'?); its runs: 60M-",
+            "No run of study paper begins with '13B' (did you mean '1B'?). Pass the beginning of one of these names: 60M-",
         ),
-        (["train", "61M-lns"], 1, "61M-lns: no such file (did you mean '60M-lns'?). Give the path of a file"),
+        (["train", "61M-lns"], 1, "The file 61M-lns was not found (did you mean '60M-lns'?). Pass the path of a file"),
         (["config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"], 1, "/dev/null"),
     ],
 )

@@ -75,8 +75,8 @@ def test_under_ddp_the_model_is_built_on_the_device(tmp_path):
         ("--data.paths=[/nowhere/a.npy]", "/nowhere/a.npy"),
         ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "LNS_TEST_DATA"),
         ("--run_name=null", "run_name is not set"),
-        ("", "already has a run: --try_load_latest_save continues it"),
-        ("megatron/60M-lns", "OLMo cannot load it"),
+        ("", "already has a run. Add --try_load_latest_save to continue it"),
+        ("megatron/60M-lns", "OLMo could not load megatron/60M-lns"),
     ],
 )
 def test_a_wrong_setting_gives_a_one_line_error(override, expected, tmp_path, uninterrupted, monkeypatch, capsys):
@@ -122,10 +122,10 @@ def test_two_fsdp_ranks_train_and_save_and_the_monitor_pools_them(uninterrupted,
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.layer_norm_type", "lns"], "found 'lns' without an equals sign: type --model.layer_norm_type=lns"),
+        (["--model.layer_norm_type", "lns"], "'lns' has no equals sign.* Type --model.layer_norm_type=lns"),
         (["--model.layer_norm_type"], "--model.layer_norm_type has no value: type it with an equals sign"),
         (["--model.layer_norm_type=lsn"], r"unknown norm type \(did you mean 'lns'\?\); docs/schemes.md"),
-        (["--max_duration=4", "7"], "found '7' without an equals sign: type --KEY=7"),
+        (["--max_duration=4", "7"], "'7' has no equals sign.* Type --KEY=7"),
     ],
 )
 def test_a_mistyped_override_is_named_with_the_right_spelling(tmp_path, overrides, message):

@@ -38,8 +38,9 @@ class BlockCall:
             if isinstance(candidate, torch.Tensor):
                 return candidate
         raise LNSError(
-            f"a block was called without a hidden state: found the keyword arguments {sorted(self.kwargs)}, expected a "
-            "positional tensor or hidden_states; name the list of transformer blocks with --blocks"
+            f"A block was called without a hidden state. Its keyword arguments are {sorted(self.kwargs)}. A hidden "
+            "state is the first positional argument, hidden_states or x. Name the list of transformer blocks with "
+            "--blocks."
         )
 
     @property
@@ -47,8 +48,8 @@ class BlockCall:
         """Hidden state in the result: the result itself, or the first element of a tuple."""
         if not isinstance(hidden := first_output(self.returned), torch.Tensor):
             raise LNSError(
-                f"a block returned {type(self.returned).__name__}, expected a tensor or a tuple that starts with one; "
-                "name the list of transformer blocks with --blocks"
+                f"A block returned a {type(self.returned).__name__}. Expected a tensor, or a tuple that starts with "
+                "one. Name the list of transformer blocks with --blocks."
             )
         return hidden
 
@@ -101,7 +102,10 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     options: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
     if isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"):  # OLMo-core
         if options:
-            raise LNSError("OLMo-core's models accept no attention mask: give sequences of one length")
+            raise LNSError(
+                "The sequences have different lengths. OLMo-core's models accept no attention mask. Pass sequences of "
+                "one length."
+            )
         options |= {} if logits else {"logits_to_keep": 1}
     elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
         options |= {} if logits else {"last_logits_only": True}
@@ -111,7 +115,10 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     output = target(ids, **options)
     result = getattr(output, "logits", output)
     if logits and not isinstance(result, torch.Tensor):
-        raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")
+        raise LNSError(
+            f"{type(model).__name__} returns no logits. This diagnostic needs a loss. Open the model with its "
+            "language-model head."
+        )
     return result
 
 
@@ -139,7 +146,7 @@ def evaluation_batches(
         for module in training:
             module.training = True
     if tokens == 0:
-        raise LNSError("the data has no tokens: give a file or data set with at least one sequence")
+        raise LNSError("The data have no tokens. Pass a file or a data set with at least one sequence.")
 
 
 @torch.no_grad()
@@ -166,19 +173,28 @@ def run_observed(
 def require_first_run(index: int, indices: Container[int]) -> None:
     """Check that a block runs once. :param indices: 0-based, of the blocks that ran. :raises LNSError: a second run."""
     if index in indices:
-        raise LNSError(f"block {index + 1} ran twice in one forward, expected once: give a model without loops")
+        raise LNSError(
+            f"Block {index + 1} ran twice in one forward pass. Diagnostics do not support models that repeat a block. "
+            "Use a model that runs each block once."
+        )
 
 
 def require_all_ran(indices: Container[int], count: int) -> None:
     """Check that every block ran. :param indices: 0-based, of the blocks that ran. :raises LNSError: the others."""
     if missing := [str(index + 1) for index in range(count) if index not in indices]:
-        raise LNSError(f"block {', '.join(missing)} did not run on this data: give data that runs every block")
+        raise LNSError(
+            f"Block {', '.join(missing)} did not run on these data. Every block must run. Pass data that all blocks "
+            "read."
+        )
 
 
 def require_finite(losses: torch.Tensor) -> None:
     """Check the losses of the whole model. :raises LNSError: NaN or infinite losses."""
     if not bool(torch.isfinite(losses).all()):
-        raise LNSError("the loss is not finite: `olmo-lns analyze variance` names the first block that is not finite")
+        raise LNSError(
+            "The loss is not finite. Check the checkpoint and the dtype. `olmo-lns analyze variance` names the blocks "
+            "whose outputs are not finite."
+        )
 
 
 def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +203,10 @@ def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
     :raises LNSError: the model predicts masked tokens, as BERT does.
     """
     if type(model).__name__.endswith("MaskedLM"):
-        raise LNSError(f"{type(model).__name__} predicts masked tokens: this diagnostic needs a next-token loss")
+        raise LNSError(
+            f"{type(model).__name__} predicts masked tokens. This diagnostic needs a next-token loss. Use a causal "
+            "language model."
+        )
     logits = run_model(model, ids, mask, logits=True)
     has_target = mask[:, 1:] & mask[:, :-1]
     # One sequence at a time, since float32 logits of a whole batch can be larger than the model.

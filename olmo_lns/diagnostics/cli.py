@@ -130,7 +130,10 @@ def _measure(args: argparse.Namespace) -> Measurement:
     blocks = find_blocks(model, args.blocks)
     length = args.sequence_length or min(measure.longest, opened.max_length)
     if length > opened.max_length:
-        raise LNSError(f"--sequence-length {length}: the model accepts at most {opened.max_length} tokens")
+        raise LNSError(
+            f"--sequence-length is {length}, but the model accepts at most {opened.max_length} tokens. Pass a smaller "
+            "number."
+        )
 
     def tokenizer() -> Any:
         return load_tokenizer(args.tokenizer or opened.tokenizer, Path(args.model), opened.eos_token_id)

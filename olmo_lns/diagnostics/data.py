@@ -59,9 +59,12 @@ def check_source(source: str) -> None:
     """
     path = Path(source)
     if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():
-        raise LNSError(f"--data: no such file: {path}")
+        raise LNSError(f"--data: the file {path} was not found. Pass the path of a file, or the name of a data set.")
     if not path.is_file() and importlib.util.find_spec("datasets") is None:
-        raise LNSError(f"--data: {source} is not a file; to read a Hugging Face data set: pip install datasets")
+        raise LNSError(
+            f"--data: {source} is not a file. The package datasets, which reads data sets, is missing. Run: pip "
+            "install datasets"
+        )
 
 
 def _sequences(chunks: Iterable[np.ndarray], length: int, max_tokens: int | None) -> Iterator[np.ndarray]:
@@ -85,22 +88,27 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
         is_npy = file.read(6) == b"\x93NUMPY"
     recorded = read_record(path).get("dtype", token_dtype)
     if not is_npy and recorded != token_dtype:
-        raise LNSError(f"{path}: the record beside it has dtype {recorded}, expected {token_dtype} (see --token-dtype)")
+        raise LNSError(
+            f"The record beside {path} has dtype {recorded}, but --token-dtype is {token_dtype}. Pass --token-dtype "
+            f"{recorded}."
+        )
     try:
         if is_npy:
             array = np.load(path, mmap_mode="r")
         else:  # np.memmap refuses an empty file
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
-        raise LNSError(f"{path}: not an array of token ids ({error}): set --token-dtype or rewrite the file") from None
+        raise LNSError(
+            f"{path} is not an array of token ids: {error}. Pass its dtype with --token-dtype, or write the file again."
+        ) from None
     high = array[1:READ_SIZE:2]  # the upper halves of ids below a million, if the file has twice the width
     if not is_npy and high.size >= 32 and array[:READ_SIZE].max() > 255 and high.max() < 16:
         raise LNSError(
-            f"{path}: every second token is 0 or close to 0: the file seems to have a wider dtype than {token_dtype} "
-            "(see --token-dtype)"
+            f"In {path} every second token is 0 or close to 0. The file seems to have a wider dtype than "
+            f"{token_dtype}. Pass its dtype with --token-dtype."
         )
     if not np.issubdtype(array.dtype, np.integer):
-        raise LNSError(f"{path}: found an array of {array.dtype}, expected integer token ids")
+        raise LNSError(f"{path} has an array of {array.dtype}. Token ids are integers. Write the file again.")
     for start in range(0, array.size, READ_SIZE):
         yield np.asarray(array.reshape(-1)[start : start + READ_SIZE])
 
@@ -118,10 +126,15 @@ def _texts(source: str, field: str) -> Iterator[str]:
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 content = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise LNSError(f"--data: record {number} has {content}, expected text in {field!r} (see --text-field)")
+                raise LNSError(
+                    f"--data: record {number} has {content}. Expected text in the field {field!r}. Pass another field "
+                    "with --text-field."
+                )
             yield text
     except (OSError, ValueError, RuntimeError) as error:  # invalid UTF-8 or JSON, or an error of the hub
-        raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error
+        raise LNSError(
+            f"--data: {source} could not be read: {one_line(error)}. Pass token ids, text, JSON lines or a data set."
+        ) from error
 
 
 def _records(source: str) -> Iterator[Any]:
@@ -148,8 +161,8 @@ def _collate(sequences: list[np.ndarray], vocabulary: int, source: str) -> dict[
     high = max(int(sequence.max()) for sequence in sequences)
     if low < 0 or high >= vocabulary:
         raise LNSError(
-            f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
-            "the data was tokenised with another vocabulary or has another --token-dtype"
+            f"{source} has the token id {low if low < 0 else high}. The model has the ids 0 to {vocabulary - 1}. "
+            "Pass data of the model's tokenizer, or the dtype of the file with --token-dtype."
         )
     ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences]
     mask = [torch.ones_like(sequence) for sequence in ids]

@@ -186,7 +186,7 @@ def gradient_norms(
                 total_loss += float(losses.detach().sum())
                 tokens += count
         if not tokens:
-            raise LNSError("the data has no token to predict: give sequences of at least two tokens")
+            raise LNSError("The data have no token to predict. Pass sequences of at least two tokens.")
         norms = {
             name: 0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad.float())) * divisor / tokens
             for name, p in parameters.items()

@@ -41,7 +41,7 @@ def bypassed(block: nn.Module) -> Iterator[None]:
     with observe([block], return_input):
         yield
     if not ran:
-        raise LNSError("a block did not run on this data: give data that runs every block")
+        raise LNSError("A block did not run on these data. Every block must run. Pass data that all blocks read.")
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def drop_layers(
     count, nll = torch.cat(counts), torch.cat(losses, dim=1)
     tokens = int(count.sum())
     if tokens == 0:
-        raise LNSError("the data has no token to predict: give sequences of at least two tokens")
+        raise LNSError("The data have no token to predict. Pass sequences of at least two tokens.")
     baseline, *loss_without = (nll.sum(1) / tokens).tolist()
     columns = {
         "loss": loss_without,

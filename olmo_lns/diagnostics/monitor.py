@@ -39,7 +39,9 @@ def parse_setting(value: str) -> int:
     """
     key, _, every = value.partition("=")
     if key != "every" or not every.isdecimal() or int(every) < 1:
-        raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>")
+        raise LNSConfigError(
+            f"{MONITOR} is {value!r}. Expected every=N with a whole number N >= 1. Set {MONITOR}=every=100."
+        )
     return int(every)
 
 
@@ -77,7 +79,7 @@ class Monitor:
         trainer.train_step, trainer.model_forward = self._step, self._forward
         if self._is_writer:
             start_file(path, trainer.global_step)
-            log.info("LNS monitor: write the output variance of each block to %s every %d steps", path, every)
+            log.info("LNS monitor: the output variance of each block is written to %s every %d steps.", path, every)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._trainer.global_step  # fit() increments it before the step
@@ -107,7 +109,7 @@ class Monitor:
         columns = moments.columns()
         rows = list(zip(columns["variance"], columns["rms"], columns["max"], strict=True))
         if bad := [block for block, row in enumerate(rows, start=1) if not math.isfinite(row[0])]:
-            log.warning("step %d: block %d is the first whose output is not finite", step, bad[0])
+            log.warning("Block %d is the first block with an output that is not finite, at step %d.", bad[0], step)
         with self.path.open("a", encoding="utf-8") as file:
             for block, row in enumerate(rows, start=1):
                 numbers = ",".join(f"{value:.6g}" for value in row)
@@ -126,8 +128,8 @@ def start_file(path: Path, step: int) -> None:
     header, *rows = content[: content.rfind("\n") + 1].splitlines() or [content]  # without a row that has no end
     if header != expected:
         raise LNSConfigError(
-            f"{MONITOR}: {path} is not a file of the monitor: found columns {header[:80]!r}, expected {expected!r}; "
-            "move it away"
+            f"{MONITOR}: {path} is not a file of the monitor. Its columns are {header[:80]!r} instead of {expected!r}. "
+            "Move the file away."
         )
     samples: dict[str, list[str]] = {}  # step -> rows
     for row in filter(ROW.fullmatch, rows):

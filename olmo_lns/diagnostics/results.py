@@ -52,8 +52,8 @@ class Measurement:
             if bad:
                 blocks = f" of block {', '.join(bad)}" if name in self.blocks else ""
                 raise LNSError(
-                    f"{self.what}: {name}{blocks} is NaN or infinite, expected a finite number: check the checkpoint "
-                    "and the dtype (fp16 overflows earlier than bf16 and fp32)"
+                    f"{self.what}: {name}{blocks} is NaN or infinite. Expected finite numbers. Check the checkpoint "
+                    "and the dtype. fp16 overflows earlier than bf16 and fp32."
                 )
 
     @property
@@ -84,7 +84,9 @@ class Measurement:
             result = cls(**json.loads(path.read_text(encoding="utf-8")))
             result.frame()
         except (KeyError, TypeError, ValueError) as error:
-            raise LNSError(f"{path}: not a complete result file of `olmo-lns analyze`: {error}") from None
+            raise LNSError(
+                f"{path} is not a complete result file of `olmo-lns analyze`: {error}. Run the diagnostic again."
+            ) from None
         return result
 
 
@@ -97,8 +99,8 @@ def check_writable(path: Path, *suffixes: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix not in suffixes or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise LNSError(
-            f"{path} cannot be written: expected a file that ends in {' or '.join(suffixes)}, in a folder that you may "
-            "write to"
+            f"{path} cannot be written. Expected a file that ends in {' or '.join(suffixes)}, in a folder that you may "
+            "write to. Pass another path."
         )
 
 
@@ -112,13 +114,16 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
     results = [Measurement.read(path) for path in paths]
     diagnostics = sorted({result.what for result in results})
     if len(diagnostics) != 1:
-        raise LNSError(f"found results of {', '.join(diagnostics)}, expected one diagnostic: compare them separately")
+        raise LNSError(
+            f"The files are results of {', '.join(diagnostics)}. A comparison shows one diagnostic. Compare each one "
+            "separately."
+        )
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
     values |= {name: [result.settings.get(name) for result in results] for name in COMPARED_SETTINGS}
     values["method"] = [result.details.get("method") for result in results]
     for name, column in values.items():
         if any(value != column[0] for value in column):
-            log.warning("the results differ in %s: %s", name, ", ".join(map(str, column)))
+            log.warning("The results differ in %s: %s.", name, ", ".join(map(str, column)))
     if len({result.label for result in results}) < len(results):
         return [replace(result, label=printable(path)) for path, result in zip(paths, results, strict=True)]
     return results

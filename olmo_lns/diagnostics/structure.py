@@ -29,8 +29,9 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     if selected not in lists or is_ambiguous:
         candidates = ", ".join(f"{name} ({len(blocks)} x {type(blocks[0]).__name__})" for name, blocks in lists.items())
         raise LNSError(
-            f"{type(model).__name__}: expected one list of two or more modules of one class, found "
-            f"{candidates or 'none'}{f', none at {path!r}' if path else ''}: name the list with --blocks"
+            f"The blocks of {type(model).__name__} were not found{f' at {path!r}' if path else ''}. Expected exactly "
+            f"one list of two or more modules of one class. The model has {candidates or 'none'}. Name the list with "
+            "--blocks."
         )
     members = lists[selected]
     inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]

@@ -48,7 +48,10 @@ def score_tasks(
     if manager is None or any(task not in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise LNSError(f"lm-eval has no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
+        raise LNSError(
+            f"lm-eval has no task {', '.join(unknown)}. `lm_eval --tasks list` lists its tasks. Correct the name, or "
+            "pass the folder of your tasks with --task-path."
+        )
     options: dict[str, Any] = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000}
     options |= {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
 
@@ -69,7 +72,10 @@ def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     numbers = [key for key, value in runs[0].items() if isinstance(value, (int, float))]
     keys = [key for key in numbers if "," in key and "_stderr" not in key]
     if not keys:
-        raise LNSError(f"task {task} reports no number, expected one of {', '.join(PREFERRED_METRICS)}")
+        raise LNSError(
+            f"Task {task} reports no number. Expected a metric, such as {', '.join(PREFERRED_METRICS)}. Use another "
+            "task."
+        )
     preferred = [key for metric in PREFERRED_METRICS for key in keys if key.split(",")[0] == metric]
     score_key = (preferred or keys)[0]
     metric, _, filter_name = score_key.partition(",")
@@ -97,9 +103,15 @@ def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
     from transformers import PreTrainedModel
 
     if not isinstance(opened.model, PreTrainedModel):
-        raise LNSError("--tasks: lm-eval needs a Hugging Face model: `olmo-lns export CHECKPOINT FOLDER` makes one")
+        raise LNSError(
+            "--tasks: the model is not a Hugging Face model. lm-eval needs one. `olmo-lns export CHECKPOINT FOLDER` "
+            "makes one from a checkpoint."
+        )
     if tokenizer.eos_token_id is None:
-        raise LNSError("--tasks: lm-eval needs a tokenizer with an end-of-text token: give one with --tokenizer")
+        raise LNSError(
+            "--tasks: the tokenizer has no end-of-text token. lm-eval needs one. Pass another tokenizer with "
+            "--tokenizer."
+        )
     from lm_eval.models.huggingface import HFLM
 
     options = {"batch_size": batch_size, "max_length": opened.max_length, "device": str(opened.model.device)}

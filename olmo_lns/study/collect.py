@@ -22,19 +22,24 @@ def difference_from_saved(run: Run, folder: Path) -> str | None:
     if not saved:
         return None
     if problems := arm_problems(run.arm, saved, engine):
-        return f"run {run.name} is not its arm: {problems[0]}"
+        return f"Run {run.name} does not match its arm. {problems[0]}"
     for key in (*engine.shape_keys.values(), *engine.rate_keys, *run.overrides):
         value = run.settings.get(key)
         if key in saved and engine.compared_keys.match(key) and str(saved[key]) != str(value):
-            difference = f"{key} is {saved[key]!r} in the folder, {value!r} in this study"
-            return f"{folder}: found a run with other settings: {difference}"
+            return (
+                f"{folder} has a run with other settings. {key} is {saved[key]!r} in the folder and {value!r} in this "
+                "study."
+            )
     return None
 
 
 def read_results(path: Path) -> pd.DataFrame:
     """Read ``results.csv``. :raises LNSConfigError: ``study collect`` has not written it."""
     if not path.is_file():
-        raise LNSConfigError(f"{path}: no such file; run `olmo-lns study collect` first")
+        raise LNSConfigError(
+            f"{path} was not found. The report reads the results that `olmo-lns study collect` writes. Run that "
+            "command first."
+        )
     return pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
 
 
@@ -55,10 +60,13 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
         folder = out / run.name
         curve = curve_of(folder)
         if curve is None and not allow_missing:
-            raise LNSConfigError(f"run {run.name} is missing: no log in {folder}: launch it, or pass --allow-missing")
+            raise LNSConfigError(
+                f"Run {run.name} is missing. No log was found in {folder}. Launch the run, or pass --allow-missing to "
+                "report it as missing."
+            )
         if curve and curve.losses:
             if problem := difference_from_saved(run, folder):
-                raise LNSConfigError(problem)
+                raise LNSConfigError(f"{problem} Pass the description and the --out of the same launch.")
             if saved := run.engine.saved_settings(folder):
                 settings[run.name] = saved
         rows.append(_row(study, run, curve or Curve(), settings.get(run.name)))
@@ -73,7 +81,8 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
     shape = run.shape
     if shape.steps and curve.total_steps not in (None, shape.steps):
         raise LNSConfigError(
-            f"run {run.name}: the log counts to {curve.total_steps} steps, the study's config to {shape.steps}"
+            f"The log of run {run.name} counts to {curve.total_steps} steps, but the config of this study to "
+            f"{shape.steps}. Pass the description that launched the run, or remove its folder and train it again."
         )
     loss, points = curve.final(study.final_fraction) if curve.is_done else (None, 0)
     status = COMPLETE if curve.is_done else INCOMPLETE if curve.losses else MISSING

@@ -31,7 +31,7 @@ def _parse_null(value: Any) -> Any:
 
 def _check_distinct(values: list[Any]) -> list[Any]:
     if repeated := [str(value) for value in values if values.count(value) > 1]:
-        raise ValueError(f"{repeated[0]} is listed twice")
+        raise ValueError(f"{repeated[0]} is listed twice. List it once")
     return values
 
 
@@ -46,7 +46,7 @@ def _as_table(value: Any) -> Any:
 
 def _check_rate(text: str) -> str:
     if not 0 < float(text.removesuffix("x")) < float("inf"):  # float raises ValueError for other text
-        raise ValueError("expected a learning rate above 0, or a multiple of the config's such as 2x")
+        raise ValueError("Write a learning rate above 0, or a multiple of the config's rate, such as 2x")
     return text
 
 
@@ -140,10 +140,13 @@ def read_description(path: Path) -> Description:
         if detail["type"] == "extra_forbidden":
             known = Launch.model_fields if "launch" in detail["loc"] else Description.model_fields
             message = f"unknown key{did_you_mean(str(detail['loc'][-1]), known)}"
-        raise LNSConfigError(f"{path}: {key}: {message}") from None
+        raise LNSConfigError(f"{path}: {key}: {message}. docs/descriptions.md has all keys and values.") from None
     tables = published()["tables"]
     if description.published is not None and description.published not in tables:
-        raise LNSConfigError(f"{path}: published: {description.published!r}: expected one of {', '.join(tables)}")
+        raise LNSConfigError(
+            f"{path}: published: {description.published!r} is not a table of published numbers. Use one of "
+            f"{', '.join(tables)}."
+        )
     return description
 
 
@@ -189,7 +192,10 @@ class Study:
             return self.nodes or nodes_by_size.get(run.group) or nodes_by_size.get("", 1), nproc
         nodes = self.nodes or -(-self.gpus // max(nproc, GPUS_PER_NODE))
         if self.gpus % nodes:
-            raise LNSConfigError(f"{self.gpus} GPUs do not fill {nodes} nodes: make --gpus a multiple of --nodes")
+            raise LNSConfigError(
+                f"{self.gpus} GPUs do not fill {nodes} nodes evenly. --gpus must be a multiple of --nodes. Change one "
+                "of them."
+            )
         return nodes, self.gpus // nodes
 
     def select_runs(self, only: Iterable[str] | None) -> list[Run]:
@@ -211,8 +217,8 @@ class Study:
                 names = [run.name for run in self.runs]
                 beginnings = dict.fromkeys(name[:end] for name in names for end in (*_part_ends(name), len(name)))
                 raise LNSConfigError(
-                    f"no run of study {self.name} begins with {prefix!r}{did_you_mean(prefix, beginnings)}; "
-                    f"its runs: {', '.join(names)}"
+                    f"No run of study {self.name} begins with {prefix!r}{did_you_mean(prefix, beginnings)}. Pass the "
+                    f"beginning of one of these names: {', '.join(names)}."
                 )
             selected |= matches
         return list(selected.values())
@@ -230,10 +236,10 @@ class Study:
         try:
             runs = tuple(_runs(keys, path, engine))
             if not runs:
-                raise LNSConfigError("describes no run: name sizes, arms and seeds")
+                raise LNSConfigError("The description has no run. Name at least one size, one arm and one seed.")
             names = [run.name for run in runs]
             if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise LNSConfigError(f"two runs would have the folder {repeated[0]}: give each arm, rate and size once")
+                raise LNSConfigError(f"Two runs would use the folder {repeated[0]}. List each arm, rate and size once.")
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
         return cls(
@@ -285,7 +291,7 @@ def _require_names(key: str, names: Iterable[str], expected: Iterable[str]) -> N
     if unknown := sorted({*names} - {*expected}):
         hint = did_you_mean(unknown[0], expected)
         raise LNSConfigError(
-            f"{key} names {unknown[0]}, which the description lacks{hint}: expected {', '.join(expected)}"
+            f"{key} names {unknown[0]}, which the description does not have{hint}. Use {' or '.join(expected)}."
         )
 
 

@@ -24,7 +24,7 @@ from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.logs import curve_of, next_log
 
-DATA_HELP = "; docs/data.md has the commands that make the training data and the held-out text"
+DATA_HELP = "docs/data.md has the commands that make the training data and the held-out text."
 #: Number of lines shown from the log of a failed run.
 TAIL = 12
 #: Commands that run as one process without torchrun's environment variables. Megatron's and OLMo's scripts need these.
@@ -41,7 +41,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     """
     nodes, nproc = study.layout(run)
     if problem := run.shape.batch_problem(nodes * nproc):
-        raise LNSConfigError(f"run {run.name}: {problem}")
+        raise LNSConfigError(f"Run {run.name} cannot start. {problem}")
     arguments = run.engine.arguments(run, (out / run.name).resolve())
     program = ["-m", "olmo_lns", pack.script_path(study.launch.command), *arguments, *study.launch.args]
     if nproc == nodes == 1 and study.launch.command in STANDALONE:
@@ -95,8 +95,8 @@ def check_launch(study: Study) -> None:
     script = study.launch.command
     if script != "train" and not os.path.isfile(pack.script_path(script)):
         raise LNSConfigError(
-            f"{study.path}: launch.command {script!r} is not a file in this folder: run the command in the framework's "
-            "checkout, or give the path of the script"
+            f"{study.path}: the training script {script!r} (launch.command) was not found in this folder. Run the "
+            "command in the framework's checkout, or write the path of the script into the description."
         )
 
 
@@ -118,16 +118,17 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
         command(study, run, out)
         if (nodes := study.layout(run)[0]) > 1:
             raise LNSConfigError(
-                f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
-                "--slurm FOLDER, or give --nodes 1"
+                f"Run {run.name} needs {nodes} nodes, but --run uses this machine only. Omit --run to print the "
+                "commands, write Slurm scripts with --slurm FOLDER, or pass --nodes 1."
             )
         if missing := [name for name in yaml_files.required_variables(run.config) if not variables.get(name)]:
-            problem = f"{run.config} reads {missing[0]}, which is not set"
-            raise LNSConfigError(f"run {run.name}: {problem}: export {missing[0]}=…{DATA_HELP}")
+            problem = f"{run.config} reads the environment variable {missing[0]}, which is not set."
+            raise LNSConfigError(f"Run {run.name} cannot start. {problem} Export {missing[0]}. {DATA_HELP}")
         if study.data not in CORPUS_BUILDERS and (problem := run.engine.missing_data(run.settings)):
-            raise LNSConfigError(f"run {run.name}: {run.config}: {problem}{DATA_HELP}")
+            raise LNSConfigError(f"Run {run.name} cannot start. Its config is {run.config}. {problem} {DATA_HELP}")
     out.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(out / ".lock", f"{out}: another launch of this study is running") as lock:
+    problem = f"Another launch of this study is running in {out}. Wait until it ends, or pass another --out."
+    with exclusive_lock(out / ".lock", problem) as lock:
         if study.data in CORPUS_BUILDERS:
             CORPUS_BUILDERS[study.data](out / "data")
         unfinished = _unfinished_runs(runs, out)
@@ -143,7 +144,7 @@ def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
     unfinished = []
     for run in runs:
         if problem := difference_from_saved(run, out / run.name):
-            raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
+            raise LNSConfigError(f"{problem} Pass another --out, or remove the folder to start the run again.")
         curve = curve_of(out / run.name)
         if curve is not None and curve.is_done:
             print(f"{run.name}: done", flush=True)
@@ -185,5 +186,9 @@ def _run_fails(study: Study, run: Run, out: Path, lock: int) -> bool:
         # The rest of torchrun's report would hide the error of the run.
         report = re.search(r"^.*/distributed/elastic/.*failed \(exitcode.*$", text, re.MULTILINE)
         last_lines = text[: report.end() if report else None].splitlines()[-TAIL:]
-        print("\n  ".join([f"{run.name} failed; the last lines of {log}:", *last_lines]), file=sys.stderr, flush=True)
+        print(
+            "\n  ".join([f"Run {run.name} failed. The last lines of {log} are:", *last_lines]),
+            file=sys.stderr,
+            flush=True,
+        )
     return code != 0

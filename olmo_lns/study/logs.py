@@ -97,7 +97,10 @@ class Curve:
         """Add a logged step. After a restart, a repeated step removes itself and all later steps."""
         if total.isdecimal():
             if self.total_steps not in (None, int(total)):
-                raise LNSConfigError(f"{total} total steps at step {step}, {self.total_steps} before")
+                raise LNSConfigError(
+                    f"The run has {total} steps in all at step {step}, but {self.total_steps} before. Keep the logs of "
+                    "one run only."
+                )
             self.total_steps = int(total)
         while self.logged and self.logged[-1] >= step:
             self.logged.pop()
@@ -147,7 +150,7 @@ class _Reader:
         elif (match := METRIC.match(text)) and (match[1] in NAMES or not any(name in text for name in NAMES)):
             self._read_metric(self._messages.setdefault(label, _Message()), label, match[1], match[2])
         elif any(f"{name}=" in text for name in NAMES):
-            raise LNSConfigError(f"damaged log, or lines with an unknown label: cannot read the loss in {line!r}")
+            raise _damaged(f"The loss in {line!r} cannot be read. The line may have an unknown label.")
         else:
             self._start_message(label, text)
 
@@ -164,7 +167,7 @@ class _Reader:
             self._without_loss.append(before.step)
         if match := STEP.search(text):
             if text.count("[step=") > 1:
-                raise LNSConfigError(f"damaged log: two steps in {text!r}")
+                raise _damaged(f"Two steps are in one line: {text!r}.")
             rank = RANK.search(text)
             self._messages[label] = _Message(f"rank {rank[1] or rank[2]}" if rank else "", int(match[1]), match[2])
         else:
@@ -175,11 +178,11 @@ class _Reader:
         message.metrics += 1
         if name in LOSSES:
             if not message.step or message.has_loss:
-                raise LNSConfigError(f"damaged log: the loss {value} after step {self._step} has no line with its step")
+                raise _damaged(f"The loss {value} after step {self._step} has no line with its step.")
             message.has_loss = True
             self._check_rank(label, message.rank, message.step)
             if gap := [step for step in self._without_loss if self.curve.last < step < message.step]:
-                raise LNSConfigError(f"damaged log: no loss among the metrics of step {gap[0]}")
+                raise _damaged(f"The metrics of step {gap[0]} have no loss.")
             self.curve.add_step(message.step, message.total)
             self.curve.add_loss(message.step, _parse_loss(value, message.step, PRINTED))
         elif name in HELDOUT:
@@ -190,20 +193,20 @@ class _Reader:
 
     def _read_megatron(self, label: str, text: str) -> None:
         if text.count(" lm loss:") + text.count("lm loss value:") > 1 or len(re.findall(r"iteration\s+\d", text)) > 1:
-            raise LNSConfigError(f"damaged log: two lines in one: {text!r}")
+            raise _damaged(f"Two lines were written into one: {text!r}.")
         if match := ITERATION.search(text):
             step = int(match[1])
             if match[3]:
                 self._check_rank(label, "", step)
             elif " lm loss:" in text:
-                raise LNSConfigError(f"damaged log: cannot read the loss in {text!r}")
+                raise _damaged(f"The loss in {text!r} cannot be read.")
             self.curve.add_step(step, match[2])
             if match[3]:
                 self.curve.add_loss(step, _parse_loss(match[3], step, MEGATRON_PRINTED))
         elif match := VALIDATION.search(text):
             self.curve.heldout[int(match[1])] = _parse_loss(match[2], int(match[1]), MEGATRON_PRINTED)
         elif "loss at " not in text:
-            raise LNSConfigError(f"damaged log: after step {self._step} a line is cut: {text!r}")
+            raise _damaged(f"A line after step {self._step} is cut: {text!r}.")
 
     def _check_rank(self, label: str, rank: str, step: int) -> None:
         """Check that a loss is of the rank of the loss before. After a restart the rank may have another label."""
@@ -211,22 +214,31 @@ class _Reader:
             self._labels.append(label)
         if self._rank not in (None, rank) or label != self._labels[-1]:
             names = f"{self._rank!r} and {rank!r}" if self._rank != rank else f"{self._labels[-1]!r} and {label!r}"
-            raise LNSConfigError(f"the log has the losses of several ranks, {names}: keep the lines of one rank")
+            raise LNSConfigError(f"The log has the losses of several ranks, {names}. Keep the lines of one rank.")
         self._rank = rank
         if step <= self._step and not self._has_other_line:
             raise LNSConfigError(
-                f"step {step} follows step {self._step} without a restart between them: the log is damaged, or has the "
-                "losses of several ranks"
+                f"Step {step} follows step {self._step} without a restart between them. The log is damaged, or has the "
+                "losses of several ranks. Restore the log, or keep the lines of one rank."
             )
         self._step, self._has_other_line = step, False
 
 
+def _damaged(reason: str) -> LNSConfigError:
+    return LNSConfigError(
+        f"The log is damaged. {reason} Restore the log, or remove the folder of the run to train it again."
+    )
+
+
 def _parse_loss(text: str, step: int, printed: re.Pattern[str]) -> float:
     if not printed.fullmatch(text):
-        raise LNSConfigError(f"damaged log: loss {text!r} at step {step} is not a number as the framework prints it")
+        raise _damaged(f"The loss {text!r} at step {step} is not a number as the framework prints it.")
     loss = float(text.replace(",", ""))
     if not math.isfinite(loss):
-        raise LNSConfigError(f"loss is {loss} at step {step}: the run diverged and has no final loss")
+        raise LNSConfigError(
+            f"The loss is {loss} at step {step}. The run diverged, and has no final loss. Remove its rate or its arm "
+            "from the study."
+        )
     return loss
 
 
@@ -255,7 +267,7 @@ def curve_of(folder: Path) -> Curve | None:
 def _whole_lines(path: Path) -> list[str]:
     content, _, _ = path.read_bytes().rpartition(b"\n")
     if b"\0" in content:
-        raise LNSConfigError("damaged log: it has NUL bytes, which a crash of the machine leaves")
+        raise _damaged("It has NUL bytes, as after a crash of the machine.")
     return ANSI.sub("", content.decode(errors="replace")).splitlines()
 
 
@@ -274,6 +286,6 @@ def _check_gaps(curve: Curve, folder: Path) -> None:
     for step, distance, neighbour in zip(curve.logged, distances, neighbours, strict=False):
         if distance > 2 * max(interval, neighbour):  # a run may be resumed with another log interval
             raise LNSConfigError(
-                f"{folder}: no log line between the steps {step} and {step + distance}, where the usual distance is "
-                f"{interval}: restore the missing log, or remove the folder to run again"
+                f"{folder}: no log line was found between the steps {step} and {step + distance}. The usual distance "
+                f"is {interval}. Restore the missing log, or remove the folder to train the run again."
             )

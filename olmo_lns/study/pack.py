@@ -22,7 +22,9 @@ def pack_folder() -> Path:
     for candidate in (package / "configs", package.parent / "configs"):
         if candidate.is_dir():
             return candidate
-    raise LNSConfigError(f"no config pack in {package} or beside it: install the wheel again, or clone the repository")
+    raise LNSConfigError(
+        f"No config pack was found in {package} or beside it. Install the wheel again, or clone the repository."
+    )
 
 
 def pack_names() -> list[str]:
@@ -51,7 +53,7 @@ def locate(name: str | Path, folder: str) -> Path:
     known = [path.removeprefix(f"{folder}/") for path in pack_names() if Path(path).is_relative_to(folder)]
     hint = did_you_mean(str(name).removesuffix(".yaml"), [known_name.removesuffix(".yaml") for known_name in known])
     raise LNSConfigError(
-        f"{name}: no such file{hint}. Give the path of a file, or a name of the pack: "
+        f"The file {name} was not found{hint}. Pass the path of a file, or one of the names in the pack: "
         + ", ".join(known_name.removesuffix(".yaml") for known_name in known)
     )
 
@@ -67,10 +69,10 @@ def copy_from_pack(name: str, out: Path) -> Path:
     source = next((path for path in paths if path.exists() and path.is_relative_to(pack)), None)
     if source is None:
         hint = did_you_mean(name.removeprefix("configs/"), pack_names())
-        raise LNSConfigError(f"{name}: not in the pack{hint}; `olmo-lns config list` shows its files")
+        raise LNSConfigError(f"The pack has no file {name}{hint}. `olmo-lns config list` lists its files.")
     target = out / source.name if out.is_dir() else out
     if target.exists():
-        raise LNSConfigError(f"{target} exists: give another name with -o")
+        raise LNSConfigError(f"{target} already exists, and is not overwritten. Pass another name with -o.")
     target.parent.mkdir(parents=True, exist_ok=True)
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
     return target

@@ -30,7 +30,8 @@ def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list
         return [str(error)]
     actual = engine.arm_settings(settings)
     return [
-        f"{key}={actual[key]!r}, but arm {name!r} is {key}={value!r}"
+        f"{key} is {actual[key]!r}, but arm {name!r} needs {value!r}. Change the setting, or name the arm that it "
+        "makes."
         for key, value in expected.items()
         if actual[key] != value
     ]
@@ -53,7 +54,7 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
             continue
         engine, current = run.engine, settings[run.name]
         if problems := arm_problems(run.arm, current, engine):
-            raise LNSConfigError(f"run {run.name} is not its arm: {problems[0]}")
+            raise LNSConfigError(f"Run {run.name} does not match its arm. {problems[0]}")
         reference = references.setdefault((run.group, run.seed), run)
         expected = settings[reference.name]
         has_rate = reference.rate is not None or run.rate is not None
@@ -66,12 +67,13 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
                 unknown.setdefault(key, f"{key} ({values})")
             else:
                 raise LNSConfigError(
-                    f"{reference.name} and {run.name} differ in more than the arm: {key} is {expected.get(key)!r} and "
-                    f"{current.get(key)!r}; their losses cannot be compared"
+                    f"{reference.name} and {run.name} differ in {key}, which their arms do not set. It is "
+                    f"{expected.get(key)!r} in the first and {current.get(key)!r} in the second. Use one value for "
+                    "both, so that their losses can be compared."
                 )
     if unknown:
         log.warning(
-            "Runs that are compared differ in settings that olmo-lns does not know: %s. Check whether they change the "
+            "The compared runs differ in settings that olmo-lns does not recognize: %s. Check whether they change the "
             "loss.", "; ".join(unknown.values()),
         )  # fmt: skip
 
@@ -86,7 +88,10 @@ def problems_of(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     problems = arm_problems(run.arm, run.settings, engine) if run.arm else []
     problems += engine.problems(run.settings, gpus)
     if shape.steps and shape.warmup >= shape.steps:
-        problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: expected fewer")
+        problems.append(
+            f"The warm-up has {shape.warmup} steps, but the run only {shape.steps}. The warm-up must end before the "
+            "run. Shorten it."
+        )
     if has_layout and (problem := shape.batch_problem(gpus)):
         problems.append(problem)
     _ = run.parameter_count  # build the model
@@ -174,7 +179,10 @@ def print_plan(
     elif engine := next((engine for engine in ENGINES.values() if engine.file_key in keys), None):
         study = Study.from_config(path, engine)
     else:
-        raise LNSConfigError(f"{path}: expected a study (with the key arms) or a framework's config")
+        raise LNSConfigError(
+            f"{path} is neither a description of a study, which has a key arms, nor a training config of OLMo, "
+            "OLMo-core or Megatron. Pass one of these."
+        )
     study = study.with_options(gpus, nodes, gpu)
     runs, problems, loaded = study.select_runs(only), list[str](), list[Run]()
     has_layout = is_description or gpus is not None

@@ -54,8 +54,9 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Pa
     """
     if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(
-            f"{study.path}: data: {study.data} is text that a launch makes on one machine. Slurm scripts need a folder "
-            "of data: give it as the key data, or remove the key and set the variable; or use --run instead of --slurm"
+            f"{study.path} has data: {study.data}, a text that --run makes on one machine. A Slurm job needs a folder "
+            f"of data. Write its path into the key data, or remove the key and set {study.engine.data_variable}, or "
+            "pass --run instead of --slurm."
         )
     check_launch(study)
     texts = {}
@@ -98,7 +99,10 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     if (script := Path(pack.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
     if unusable := [path for path in map(str, paths) if re.search("[,:]", path)]:
-        raise LNSConfigError(f"{unusable[0]}: a container's mounts are split at ',' and ':': use a path without them")
+        raise LNSConfigError(
+            f"{unusable[0]} cannot be mounted in a container, because mounts are split at ',' and ':'. Use a path "
+            "without these characters."
+        )
     mounts = shlex.quote(",".join(dict.fromkeys([*map(str, paths), *container.mounts])))
     if study.engine.data_variable == "OLMO_DATA_DIR":  # MEGATRON_DATA is not a folder
         mounts = f'"$OLMO_DATA_DIR",{mounts}'

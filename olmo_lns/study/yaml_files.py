@@ -28,7 +28,7 @@ class _TextLoader(yaml.SafeLoader):
         for key, _ in node.value:
             identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
             if identity in keys:
-                message = f"the key {key.value!r} is given twice"
+                message = f"The key {key.value!r} appears twice."
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             keys.add(identity)
         return super().construct_mapping(node, deep)
@@ -40,13 +40,17 @@ def read_text(path: Path) -> dict[str, Any]:
     :raises LNSConfigError: no such file, not YAML, a repeated key, or not a mapping.
     """
     if not path.is_file():
-        raise LNSConfigError(f"{path}: no such file")
+        raise LNSConfigError(f"{path} was not found. Pass the path of a YAML file.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8-sig"), _TextLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LNSConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from error
+        message = " ".join(str(error).split())[:300]
+        raise LNSConfigError(f"{path} cannot be read as YAML. Correct this place: {message}") from error
     if not isinstance(content, dict):
-        raise LNSConfigError(f"{path}: expected a mapping of keys to values, found a {type(content).__name__}")
+        raise LNSConfigError(
+            f"{path} has a {type(content).__name__} at the top level. Expected a mapping of keys to values. Correct "
+            "the file."
+        )
     return content
 
 
@@ -105,7 +109,7 @@ def fill_variables(
             return str(value)
         if placeholder:
             return f"/{name}-is-not-set"
-        raise LNSConfigError(f"{source} reads {name}, which is not set: export {name}=…")
+        raise LNSConfigError(f"{source} reads the environment variable {name}, which is not set. Export {name}.")
 
     return VARIABLE.sub(replacement, node) if isinstance(node, str) else node
 

@@ -72,7 +72,7 @@ def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, tmp_p
         assert text.splitlines()[-3:] == capsys.readouterr().out.splitlines()[-3:]
         assert cli.main(["demo", described(tmp_path, ["preln", "lns"], 7, 4), "--out", str(out)]) == 1
     err = capsys.readouterr().err
-    assert "max_duration is 40 in the folder, 7 in this study; use another --out" in err
+    assert "max_duration is 40 in the folder and 7 in this study. Pass another --out" in err
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.log")} == before
 
 
@@ -88,7 +88,7 @@ def test_an_interrupted_demo_goes_on_from_its_checkpoints(finished):
 
 def test_a_description_without_the_measures_of_the_demo_is_refused_before_training(tmp_path, capsys):
     assert cli.main(["demo", "tiny", "--out", str(tmp_path / "out")]) == 1
-    assert "expected an evaluator heldout" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "Add an evaluator heldout" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("demo", 425_984), ("demo-long", 6_815_744)])

@@ -58,17 +58,17 @@ def test_a_split_of_a_hugging_face_data_set_is_read(tmp_path, monkeypatch):
     (tmp_path / "set" / "validation.jsonl").write_text('{"text": "xyz"}\n')
     assert read(tmp_path / "set", 8) == [[[1, 2, 3, 0]]]
     assert read(f"{tmp_path / 'set'}:validation", 8) == [[[24, 25, 26, 0]]]
-    with pytest.raises(LNSError, match="nothing cannot be read"):
+    with pytest.raises(LNSError, match="nothing could not be read"):
         read(tmp_path / "nothing", 8)
 
 
 BAD = {
-    "ids.npy": ([1, 100, 3], r"found token id 100, expected 0..99: the data was tokenised with another"),
-    "float.npy": ([0.0, 1.0], "expected integer token ids"),
+    "ids.npy": ([1, 100, 3], "has the token id 100. The model has the ids 0 to 99"),
+    "float.npy": ([0.0, 1.0], "Token ids are integers"),
     "odd.npy": (b"abc", "not a multiple of the data-type size"),
-    "x.jsonl": (b'{"text": "ab"}\nnot json\n', "x.jsonl cannot be read: Expecting value"),
-    "body.jsonl": (b'{"body": "ab"}\n', r"record 1 has \['body'\], expected text in 'text'"),
-    "binary.txt": (b"\xff\xfe\x00", "binary.txt cannot be read: .*codec"),
+    "x.jsonl": (b'{"text": "ab"}\nnot json\n', "x.jsonl could not be read: Expecting value"),
+    "body.jsonl": (b'{"body": "ab"}\n', r"record 1 has \['body'\]. Expected text in the field 'text'"),
+    "binary.txt": (b"\xff\xfe\x00", "binary.txt could not be read: .*codec"),
     "wide.npy": (np.arange(300).astype(np.uint32).tobytes(), "a wider dtype than uint16"),
 }
 
@@ -84,5 +84,5 @@ def test_a_bad_file_is_refused(tmp_path, name):
 def test_a_file_is_not_read_against_its_record(tmp_path):
     np.arange(300).astype(np.uint32).tofile(tmp_path / "train-00000.npy")
     (tmp_path / "train.json").write_text(json.dumps({"dtype": "uint32"}))
-    with pytest.raises(LNSError, match="has dtype uint32, expected uint16"):
+    with pytest.raises(LNSError, match="has dtype uint32, but --token-dtype is uint16"):
         read(tmp_path / "train-00000.npy", 8, vocabulary=512)

@@ -146,23 +146,23 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     for what in ("variance", "jacobian"):
         assert "of block 2, 3 is NaN or infinite" in message(tmp_path / "nan", what=what)
     for what in ("layer-drop", "gradnorm"):
-        assert "the loss is not finite: `olmo-lns analyze variance` names" in message(tmp_path / "nan", what=what)
+        assert "The loss is not finite. Check the checkpoint" in message(tmp_path / "nan", what=what)
     assert "the model accepts at most 64 tokens" in message(llama_folder, "--sequence-length", 65)
     assert "says scheme lns, --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
     assert "There is no such folder: no/such/model" in message("./no/such/model")
     (tmp_path / "x.txt").write_text("w4 w5")
     words = "--data", tmp_path / "x.txt", "--tokenizer", "no/such"
-    assert "no tokenizer could be loaded" in message(llama_folder, *words)
+    assert "The tokenizer no/such could not be loaded" in message(llama_folder, *words)
 
 
 def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(capsys, tmp_path, monkeypatch):
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
-    assert "expected a file that ends in .json" in fails(capsys, *command, "-o", "x.csv")
+    assert "Expected a file that ends in .json" in fails(capsys, *command, "-o", "x.csv")
     assert "expected a file that ends in .png or .svg" in fails(capsys, *command, "--plot", "x.jpg")
-    assert "no such file: missing.npy" in fails(capsys, *command)
+    assert "the file missing.npy was not found" in fails(capsys, *command)
     (tmp_path / "missing.npy").write_bytes(b"\1\0" * 64)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process: found WORLD_SIZE=2" in fails(capsys, *command)
+    assert "WORLD_SIZE is 2, but" in fails(capsys, *command)
 
 
 def test_results_that_cannot_be_compared_are_refused_and_different_settings_named(results, tmp_path, caplog, capsys):

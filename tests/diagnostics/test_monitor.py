@@ -98,7 +98,7 @@ def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_tra
     rows = read(tmp_path / "rows.csv")
     assert [row["tokens"] for row in rows] == [6] * 3
     assert [bool(np.isfinite(row["variance"])) for row in rows] == [True, False, False]
-    assert "step 1: block 2 is the first whose output is not finite" in caplog.text
+    assert "Block 2 is the first block with an output that is not finite, at step 1" in caplog.text
 
 
 def test_a_resumed_run_drops_only_the_rows_of_later_steps_and_no_other_file(tmp_path, trainer):
@@ -134,5 +134,5 @@ def test_a_resumed_run_drops_rows_and_samples_that_were_cut(tmp_path, trainer, e
 
 def test_a_wrong_setting_is_refused():
     for bad in ("100", "every=0", "every=x", "evry=1", "every=5,path=x"):
-        with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR={bad}: expected every="):
+        with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR is '{bad}'. Expected every="):
             parse_setting(bad)

@@ -120,7 +120,7 @@ def test_the_tokenizer_travels_and_another_models_is_refused(tmp_path, capsys):
     large = byte_tokenizer(tmp_path / "large.json", 200)
     words = (tmp_path / "run", tmp_path / "no", "--format", "hf", "--tokenizer")
     assert "another model's" in refused(capsys, *words, large)
-    assert "none.json: no such file" in refused(capsys, *words, tmp_path / "none.json")
+    assert "none.json was not found" in refused(capsys, *words, tmp_path / "none.json")
     assert "--tokenizer needs --format hf" in refused(capsys, *words[:2], "--tokenizer", own)
 
 

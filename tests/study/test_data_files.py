@@ -46,7 +46,7 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tokens(8192).astype(np.uint16).tofile(tmp_path / name)
     code, text = check(tmp_path, "--budget", "20e9", capsys=capsys)
-    assert code == 1 and "expected 20,000,000,000 tokens: the run would read the data 2.44e+06 times" in text
+    assert code == 1 and "needs 20,000,000,000 tokens. It would read these data 2.44e+06 times" in text
     assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 0
     mask = np.arange(8192) % 4 > 0
     mask.tofile(tmp_path / "a.mask")
@@ -54,7 +54,7 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
     assert check(tmp_path, "--budget", "6144", "--rows", "32", "--sequence", "256", capsys=capsys)[0] == 0
     assert check(tmp_path, "--rows", "64", "--sequence", "256", capsys=capsys)[0] == 1
     mask[:-1].tofile(tmp_path / "a.mask")
-    assert "a.mask has 8,191 positions, the file 8,192 tokens" in check(tmp_path, capsys=capsys)[1]
+    assert "a.mask has 8,191 positions, but the file has 8,192 tokens" in check(tmp_path, capsys=capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,19 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (
             lambda p: tokens().astype("u4").tofile(p),
             (),
-            "every second token is 0 or close to 0: .* wider dtype than uint16",
+            "Every second token is 0 or close to 0. .* wider dtype than uint16",
         ),
         (lambda p: tokens().astype("u8").tofile(p), ("--dtype", "uint32"), "wider dtype than uint32"),
-        (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
+        (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* is not uint32"),
         (lambda p: tokens().astype(">u2").tofile(p), (), "outside the vocabulary"),
-        (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes, expected a multiple of 2"),
+        (
+            lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]),
+            (),
+            "19,999 bytes, which is not a multiple of 2",
+        ),
         (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
         (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
-        (lambda p: p.touch(), (), "is empty"),
+        (lambda p: p.touch(), (), "The file is empty"),
         (lambda p: p.symlink_to("nowhere"), (), "No such file"),
     ],
 )
@@ -140,7 +144,7 @@ def test_links_among_the_data_are_followed_once(tmp_path, capsys):
 @pytest.mark.parametrize("out", ["with blank", "tab\tin", "line\nbreak", "quote'd", "$HOME", "back\\slash"])
 def test_a_path_that_megatron_would_split_is_refused(tmp_path, out):
     tokens().astype(np.uint16).tofile(tmp_path / "a.npy")
-    with pytest.raises(LNSConfigError, match="Megatron splits --data-path at blanks"):
+    with pytest.raises(LNSConfigError, match="cannot be passed to Megatron, which splits --data-path"):
         main(["megatron", str(tmp_path / "a.npy"), "-o", str(tmp_path / out)])
     assert not list(tmp_path.rglob("*.bin"))
 
@@ -167,11 +171,11 @@ def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
         code, text = check(named, capsys=capsys)
         assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
     code, text = check(tmp_path, "--eos", "3", capsys=capsys)
-    assert code == 1 and "x.bin: PROBLEM: the end-of-document token 3 never occurs" in text
+    assert code == 1 and "x.bin: PROBLEM: The end-of-document token 3 never occurs" in text
     assert check(tmp_path, "--eos", "-1", capsys=capsys)[0] == 0
     path.write_bytes(path.read_bytes()[:-2])
     code, text = check(path, capsys=capsys)
-    assert code == 1 and "1,998 bytes, but its index counts 2,000: truncated" in text
+    assert code == 1 and "1,998 bytes, but its index counts 2,000. The file was cut" in text
     index.write_bytes(index.read_bytes()[:40])
     assert "Megatron cannot read the index: buffer" in check(path, capsys=capsys)[1]
     index.write_bytes(b"something else that is long enough to read")

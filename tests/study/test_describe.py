@@ -92,7 +92,7 @@ def test_a_value_of_a_size_reaches_the_command_as_it_is_written(tmp_path, value,
     ],
 )
 def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
-    with pytest.raises(LNSConfigError, match="is given twice"):
+    with pytest.raises(LNSConfigError, match="appears twice"):
         Study.load(write(tmp_path, text))
 
 
@@ -105,17 +105,17 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
         ("rates: [0]\n", "rates: .*learning rate above 0"),
         ("launch: {sbatch: {qos: [a]}}\n", "launch: sbatch: qos"),
         ("launch: {sbatch: {qos: \"a\\n#SBATCH --x\"}}\n", "launch: sbatch: qos: .*match pattern"),
-        ("published: lns-2\n", "published: 'lns-2': expected one of lns-1"),
+        ("published: lns-2\n", "published: 'lns-2' is not a table of published numbers. Use one of lns-1"),
         ("sizes: [a/b]\n", "sizes: a/b"),
-        ("seeds: []\n", "describes no run"),
+        ("seeds: []\n", "The description has no run"),
         ("seeds: [1, 1]\n", "seeds: .*1 is listed twice"),
         ("arms: [preln, lns, lns]\n", "arms: .*lns is listed twice"),
-        ("arms: [lns, 'lns:exponent=0.5']\n", "two runs would have the folder 60M-lns-s1: give each arm"),
-        ("only: {1B: [lns]}\n", "only names 1B, which the description lacks: expected 60M"),
+        ("arms: [lns, 'lns:exponent=0.5']\n", "Two runs would use the folder 60M-lns-s1. List each arm"),
+        ("only: {1B: [lns]}\n", "only names 1B, which the description does not have. Use 60M"),
         ("launch: {nodes: {1B: 2}}\n", "nodes names 1B"),
-        ("arms: [lns, mixln]\n", "arm 'mixln' is supported by OLMo only"),
-        ("rates: [1e-3, 0.001]\n", "two runs would have the folder 60Mx0.001-"),
-        ("rates: [1x, 6.0e-4]\n", "two runs would have the folder 60Mx0.0006-"),
+        ("arms: [lns, mixln]\n", "does not support arm 'mixln'.* use OLMo"),
+        ("rates: [1e-3, 0.001]\n", "Two runs would use the folder 60Mx0.001-"),
+        ("rates: [1x, 6.0e-4]\n", "Two runs would use the folder 60Mx0.0006-"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named(tmp_path, text, message):
@@ -167,7 +167,7 @@ def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
     study = load(tmp_path, sizes=["60M", "150M"], seeds=[1, 2], arms=["preln", "preln_scaled_init", "lns"])
     assert len(study.select_runs(only)) == found
     for wrong in ("7B", "15", "60M-preln_"):
-        with pytest.raises(LNSConfigError, match=f"no run of study mine begins with '{wrong}'"):
+        with pytest.raises(LNSConfigError, match=f"No run of study mine begins with '{wrong}'"):
             study.select_runs([wrong])
 
 
@@ -194,10 +194,10 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
     found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
     assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
     assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
-    with pytest.raises(LNSConfigError, match="exists: give another name"):
+    with pytest.raises(LNSConfigError, match="already exists, and is not overwritten"):
         pack.main(["copy", "study/tiny"])
     for name in ("olmo/60M-lsn.yaml", "../tests", "llama-c4.yaml", str(tmp_path)):  # the pack's files only
-        with pytest.raises(LNSConfigError, match=f"{name}: not in the pack"):
+        with pytest.raises(LNSConfigError, match=f"The pack has no file {name}"):
             pack.main(["copy", name, "-o", "new"])
     assert pack.main(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
 
@@ -224,9 +224,9 @@ def test_a_name_that_is_misspelt_gets_a_suggestion(words, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("arms: [lnss]", "unknown arm 'lnss' .did you mean 'lns'"),
+        ("arms: [lnss]", "Unknown arm 'lnss' .did you mean 'lns'"),
         ("arms: [lns]\nlaunch: {nprocs: 2}", "nprocs: unknown key .did you mean 'nproc'"),
-        ("arms: [lns]\nonly: {60m: [lns]}", "only names 60m, which the description lacks .did you mean '60M'"),
+        ("arms: [lns]\nonly: {60m: [lns]}", "only names 60m, which the description does not have .did you mean '60M'"),
     ],
 )
 def test_a_word_of_a_description_that_is_misspelt_gets_a_suggestion(tmp_path, line, message):

@@ -46,12 +46,15 @@ def find(paths: Iterable[Path]) -> list[Path]:
     files: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
-            raise LNSConfigError(f"{path}: no such file or folder")
+            raise LNSConfigError(f"{path} was not found. Pass a file or a folder of token ids.")
         data_file = path.with_suffix(".bin") if path.suffix == ".idx" else path
         for file in sorted(_data_files(path)) if path.is_dir() else [data_file]:
             files.setdefault(os.path.realpath(file), file)
     if not files:
-        raise LNSConfigError("no data found: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
+        raise LNSConfigError(
+            "No data files were found. Expected *.npy (OLMo), or *.bin with *.idx (Megatron). Pass the folder that has "
+            "them."
+        )
     return list(files.values())
 
 
@@ -76,7 +79,9 @@ def read_record(path: Path) -> dict[str, Any]:
             try:
                 return dict(json.loads(record.read_text(encoding="utf-8")))
             except (ValueError, TypeError) as error:
-                raise LNSConfigError(f"{record}: not a record of `data prepare`: {error}") from None
+                raise LNSConfigError(
+                    f"{record} is not a record of `data prepare`: {error}. Restore the file, or move it away."
+                ) from None
     return {}
 
 
@@ -99,11 +104,17 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
         result.dtype = dtype or str(record.get("dtype", "uint16"))
         with path.open("rb") as file:
             if file.read(len(NUMPY_HEADER)) == NUMPY_HEADER:
-                raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
+                raise LNSConfigError(
+                    "The file has a NumPy header, as np.save writes it. OLMo reads raw token ids. Write them with "
+                    "array.tofile."
+                )
         _check_tokens(result, vocabulary or int(record.get("vocabulary", DOLMA.vocabulary)))
         if (mask := path.with_suffix(".mask")).is_file():
             if (positions := mask.stat().st_size) != result.tokens:
-                raise LNSConfigError(f"{mask.name} has {positions:,} positions, the file {result.tokens:,} tokens")
+                raise LNSConfigError(
+                    f"The label mask {mask.name} has {positions:,} positions, but the file has {result.tokens:,} "
+                    "tokens. Make both again."
+                )
             result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
     except (LNSConfigError, OSError, TypeError, ValueError) as error:  # a record with a wrong dtype or end token
         result.problems.append(str(error))
@@ -115,10 +126,11 @@ def _check_tokens(result: Data, vocabulary: int) -> None:
     eos = None if result.eos == -1 else result.eos
     size, itemsize = result.path.stat().st_size, np.dtype(result.dtype).itemsize
     if not size:
-        raise LNSConfigError("is empty")
+        raise LNSConfigError("The file is empty. Remove it, or write it again.")
     if size % itemsize:
         raise LNSConfigError(
-            f"{size:,} bytes, expected a multiple of {itemsize} ({result.dtype}): truncated, or another dtype"
+            f"The file has {size:,} bytes, which is not a multiple of {itemsize}, the size of {result.dtype}. It was "
+            "cut, or has another dtype. Write it again, or pass --dtype."
         )
     tokens = np.memmap(result.path, dtype=result.dtype, mode="r")
     result.tokens, result.lowest, highest_odd = len(tokens), int(tokens[0]), 0
@@ -128,14 +140,20 @@ def _check_tokens(result: Data, vocabulary: int) -> None:
         highest_odd = max(highest_odd, int(chunk[1::2].max(initial=0)))
     if len(tokens) > 1 and result.highest > 255 and highest_odd < 16:  # the upper halves of wider ids below a million
         raise LNSConfigError(
-            f"every second token is 0 or close to 0: the file seems to have a wider dtype than {result.dtype}"
+            f"Every second token is 0 or close to 0. The file seems to have a wider dtype than {result.dtype}. Pass "
+            "its dtype with --dtype."
         )
     if result.lowest < 0 or result.highest >= vocabulary:
         token = result.lowest if result.lowest < 0 else result.highest
-        reason = f"not {result.dtype}, or of another tokenizer"
-        raise LNSConfigError(f"token {token:,} is outside the vocabulary of {vocabulary:,}: {reason}")
+        raise LNSConfigError(
+            f"Token {token:,} is outside the vocabulary of {vocabulary:,}. The file is not {result.dtype}, or another "
+            "tokenizer made it. Pass --dtype or --vocab-size."
+        )
     if eos is not None and not result.documents:
-        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or another --eos")
+        raise LNSConfigError(
+            f"The end-of-document token {eos} never occurs. Documents are not separated, or end with another token. "
+            "Pass that token with --eos, or -1 for none."
+        )
 
 
 def _read_index(result: Data) -> int:
@@ -146,15 +164,18 @@ def _read_index(result: Data) -> int:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if not result.path.with_suffix(".idx").is_file():
-        raise LNSConfigError("has no .idx beside it")
+        raise LNSConfigError("The file has no .idx beside it. Megatron reads pairs of both. Make the pair again.")
     try:
         index = IndexedDataset(str(result.path.with_suffix(""))).index
     except (AssertionError, ValueError) as error:
-        raise LNSConfigError(f"Megatron cannot read the index: {one_line(error)}") from None
+        raise LNSConfigError(f"Megatron cannot read the index: {one_line(error)}. Make the pair again.") from None
     result.dtype = np.dtype(index.dtype).name
     expected = int(index.sequence_lengths.sum(dtype=np.int64)) * np.dtype(index.dtype).itemsize
     if expected != (size := result.path.stat().st_size):
-        raise LNSConfigError(f"{size:,} bytes, but its index counts {expected:,}: truncated")
+        raise LNSConfigError(
+            f"The file has {size:,} bytes, but its index counts {expected:,}. The file was cut, or the index belongs "
+            "to another file. Make the pair again."
+        )
     return len(index.document_indices) - 1
 
 
@@ -177,13 +198,16 @@ def print_files(results: Sequence[Data], budget: float, rows: int, sequence: int
     tokens = sum(data.tokens // sequence * sequence if data.labels is None else data.labels for data in training)
     problems = sum(bool(result.problems) for result in results)
     if len(dtypes := sorted({result.dtype for result in results})) > 1:
-        print(f"PROBLEM: more than one dtype: {', '.join(dtypes)}; expected one for a config")
+        print(f"PROBLEM: The files have the dtypes {', '.join(dtypes)}. A config has one. Train on files of one dtype.")
         problems += 1
     totals = f"{tokens:,} tokens to train on in {sequences:,} sequences of {sequence}"
     print(f"{len(results)} files, {totals}, {problems} problems")
     for expected, actual, unit in ((budget, tokens, "tokens"), (rows, sequences, "sequences")):
         if expected > actual:
             repeats = expected / max(1, actual)
-            print(f"PROBLEM: expected {expected:,.0f} {unit}: the run would read the data {repeats:.3g} times")
+            print(
+                f"PROBLEM: The run needs {expected:,.0f} {unit}. It would read these data {repeats:.3g} times. Add "
+                "data."
+            )
             problems += 1
     return problems

@@ -55,7 +55,9 @@ def _fetch(args: argparse.Namespace) -> int:
 
     files = read_list(locate(args.list, "data"))
     if min(args.tokens, args.heldout) <= 0:
-        raise LNSConfigError("--tokens and --heldout: expected numbers above 0")
+        raise LNSConfigError(
+            f"--tokens is {args.tokens:g} and --heldout is {args.heldout:g}. Both must be above 0. Change the options."
+        )
     heldout = {name: url for name, url in files.items() if name.startswith(HELDOUT)}
     training = {name: url for name, url in files.items() if name not in heldout}
     fetch(heldout, args.out, args.heldout)

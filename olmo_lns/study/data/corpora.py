@@ -52,7 +52,10 @@ def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
     for package in packages:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise LNSConfigError(f"package {package} is not installed: pip install 'olmo-lns[olmo,analysis]'")
+            raise LNSConfigError(
+                f"The package {package} is not installed. The corpus is made from its sources. Run: pip install "
+                "'olmo-lns[olmo,analysis]'"
+            )
         for name, path in _sources(Path(next(iter(spec.submodule_search_locations)))):
             text = path.read_bytes()
             if 0 < len(text) <= _MAX_SOURCE_SIZE and text not in seen:
@@ -78,12 +81,18 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
     for number, (_, text) in enumerate(documents(packages), start=1):
         split["train" if number % HELDOUT_EVERY else "heldout"].append(text)
     if len(split["train"]) < 100:
-        raise LNSConfigError(f"{sysconfig.get_path('stdlib')} has no sources: use a Python with library sources")
+        raise LNSConfigError(
+            f"{sysconfig.get_path('stdlib')} has no sources of Python's library. The corpus is made from them. Use a "
+            "Python that is installed with its sources."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in split.items():
         path, tokens = folder / f"{name}.npy", _encode(texts)
         if path.is_file() and path.read_bytes() != tokens:
-            raise LNSConfigError(f"{path} has the text of another Python or of other packages: use another folder")
+            raise LNSConfigError(
+                f"{path} has the text of another Python or of other packages, and is not overwritten. Use another "
+                "folder."
+            )
         write_whole(path, tokens)
     _write_tokenizer(folder / "tokenizer.json")
     return folder

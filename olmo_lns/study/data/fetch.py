@@ -34,8 +34,8 @@ def read_list(path: Path) -> dict[str, str]:
             name = fields[0]
             if len(fields) != 2 or not re.fullmatch(rf"(?:{HELDOUT})?[\w.-]+\.npy", name) or name in addresses:
                 raise LNSConfigError(
-                    f"{path}, line {number}: {line!r}: expected a new name and an address: "
-                    "NAME.npy https://…, or heldout/NAME.npy https://…"
+                    f"{path}, line {number}: {line!r} cannot be read. Expected a new name and an address. Write "
+                    "NAME.npy https://… or heldout/NAME.npy https://…"
                 )
             addresses[name] = fields[1]
     return addresses
@@ -50,7 +50,7 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
     """
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * TOKEN_SIZE
     out.mkdir(parents=True, exist_ok=True)
-    problem = f"{out}: another fetch writes into this folder: wait until it ends"
+    problem = f"Another fetch writes into {out}. Wait until it ends, or pass another --out."
     retries = Retry(5, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504))
     with exclusive_lock(out / ".fetch.lock", problem), requests.Session() as session:
         session.headers["Accept-Encoding"] = "identity"
@@ -60,14 +60,19 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
             try:
                 _fetch_file(session, out / name, url, share)
             except requests.RequestException as error:
-                raise LNSConfigError(f"{url}: {one_line(error)}; repeat the command to continue") from None
+                raise LNSConfigError(
+                    f"{url} could not be read: {one_line(error)}. Repeat the command to continue."
+                ) from None
 
 
 def _total_size(response: requests.Response, start: int) -> int:
     """Return the size of the whole file. :raises LNSConfigError: the response does not start at byte ``start``."""
     match = re.fullmatch(rf"bytes {start}-\d+/(\d+)", response.headers.get("Content-Range", ""))
     if match is None:
-        raise LNSConfigError(f"{response.url}: the server does not support byte ranges")
+        raise LNSConfigError(
+            f"The server of {response.url} does not support byte ranges, which `data fetch` needs to read a part of a "
+            "file. Use the address of another server."
+        )
     return int(match[1])
 
 
@@ -80,7 +85,10 @@ def _fetch_file(session: requests.Session, path: Path, url: str, limit: int) -> 
     size = min(limit, total)
     if path.is_file():
         if (actual := path.stat().st_size) != size:
-            raise LNSConfigError(f"{path}: {actual:,} bytes, expected {size:,} of {url}: remove the file")
+            raise LNSConfigError(
+                f"{path} has {actual:,} bytes, but {size:,} bytes of {url} were expected. Remove the file to fetch it "
+                "again, or pass the --tokens of the first fetch."
+            )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name depends on the server's tag, so that the part of another file is never continued.
@@ -91,11 +99,13 @@ def _fetch_file(session: requests.Session, path: Path, url: str, limit: int) -> 
             with session.get(url, headers=headers, timeout=60, stream=True) as response:
                 response.raise_for_status()
                 if response.headers.get("ETag", "") != tag or _total_size(response, start) != total:
-                    raise LNSConfigError(f"{url}: the file changed on the server: fetch it again")
+                    raise LNSConfigError(f"{url} changed on the server. Repeat the command to fetch the new file.")
                 for content in response.iter_content(CHUNK):
                     file.write(content)
                     progress = f"{file.tell() / size:.0%} of {size / TOKEN_SIZE:,.0f} tokens"
                     print(f"\r{path}: {progress}", end="", flush=True)
         if file.tell() != size:
-            raise LNSConfigError(f"{path}: received {file.tell():,} of {size:,} bytes: repeat the command to continue")
+            raise LNSConfigError(
+                f"The server sent {file.tell():,} of {size:,} bytes of {path}. Repeat the command to continue."
+            )
     os.replace(part, path)

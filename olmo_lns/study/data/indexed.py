@@ -24,12 +24,18 @@ def write_pairs(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str
     """
     memmaps = [path for path in find(paths) if path.suffix == ".npy" and not is_heldout(path)]
     if not memmaps:
-        raise LNSConfigError(f"no *.npy to train on in {', '.join(map(str, paths))}")
+        raise LNSConfigError(
+            f"No *.npy to train on was found in {', '.join(map(str, paths))}. Held-out files are not converted. Pass "
+            "the folder of the training files."
+        )
     root, out = Path(os.path.commonpath([path.parent.absolute() for path in memmaps])), out.resolve()
     prefixes = {path: out / path.absolute().relative_to(root).with_name(path.stem) for path in memmaps}
     for prefix in prefixes.values():
         if re.search(r"[\s'\"\\$]", str(prefix)):
-            raise LNSConfigError(f"{prefix}: Megatron splits --data-path at blanks: rename the file, or use another -o")
+            raise LNSConfigError(
+                f"{prefix} cannot be passed to Megatron, which splits --data-path at blanks and quotes. Rename the "
+                "file, or pass another -o."
+            )
     weighted_prefixes = []
     for path, prefix in prefixes.items():
         data = check_file(path, dtype=dtype, vocabulary=vocabulary, eos=eos)

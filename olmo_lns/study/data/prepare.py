@@ -47,7 +47,10 @@ def documents(split: str, files: Sequence[Path]) -> Iterator[str]:
             yield text
     except Exception as error:  # errors of the readers, of the hub's client and of the network
         cause = one_line(error.__cause__ or error)
-        raise LNSConfigError(f"{_source(split, files)}: cannot be read: {cause}") from error
+        raise LNSConfigError(
+            f"{_source(split, files)} could not be read: {cause}. Expected JSON lines with text. Correct the file, or "
+            "repeat the command."
+        ) from error
 
 
 def _source(split: str, files: Sequence[Path]) -> str:
@@ -67,8 +70,11 @@ def load_tokenizer(name: str) -> Any:
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        problem = "not found on the hub" if path is None else "not a tokenizer.json"
-        raise LNSConfigError(f"--tokenizer {name}: {problem} ({one_line(error)})") from error
+        problem = "was not found on the hub" if path is None else "is not a tokenizer.json"
+        raise LNSConfigError(
+            f"--tokenizer {name} {problem} ({one_line(error)}). Pass the path of a tokenizer.json, or a name on the "
+            "hub."
+        ) from error
 
 
 def _token_id(tokenizer: Any, token: str, flag: str) -> int:
@@ -76,7 +82,9 @@ def _token_id(tokenizer: Any, token: str, flag: str) -> int:
     highest_id = max(tokenizer.get_vocab().values())
     token_id = int(token) if token.isdecimal() else tokenizer.token_to_id(token)
     if token_id is None or token_id > highest_id:
-        raise LNSConfigError(f"{flag} {token!r}: expected a token of this tokenizer, or an id up to {highest_id:,}")
+        raise LNSConfigError(
+            f"{flag} {token!r} is not a token of this tokenizer. Pass one of its tokens, or an id up to {highest_id:,}."
+        )
     return int(token_id)
 
 
@@ -102,14 +110,21 @@ def run(args: argparse.Namespace) -> int:
     # OLMo's evaluator reads tokenizer.json.
     record_path, tokenizer_path = args.out / f"{args.name}.json", args.out / "tokenizer.json"
     if record_path == tokenizer_path:
-        raise LNSConfigError("--name tokenizer: the tokenizer has this file: use another --name")
+        raise LNSConfigError(
+            "--name tokenizer is refused, because tokenizer.json is the file of the tokenizer. Pass another --name."
+        )
     if record_path.exists():
-        raise LNSConfigError(f"{record_path} exists: these data are complete; use another --name or --out")
+        raise LNSConfigError(
+            f"{record_path} exists, so these data are complete. They are not overwritten. Pass another --name or --out."
+        )
     tokenizer = load_tokenizer(args.tokenizer)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer_path.is_file() and load_tokenizer(str(tokenizer_path)).to_str() != tokenizer.to_str():
-        raise LNSConfigError(f"{tokenizer_path}: not the tokenizer of --tokenizer {args.tokenizer}: use another --out")
+        raise LNSConfigError(
+            f"{tokenizer_path} is not the tokenizer of --tokenizer {args.tokenizer}. A folder has one tokenizer. Pass "
+            "another --out."
+        )
     eos, pad = _token_id(tokenizer, args.eos, "--eos"), _token_id(tokenizer, args.pad, "--pad")
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocabulary <= 1 << 16 else "uint32"
@@ -132,7 +147,10 @@ def run(args: argparse.Namespace) -> int:
                 count += len(batch)
                 print(f"\r{count:,} documents, {tokens:,} tokens", end="", flush=True)
         if not count:
-            raise LNSConfigError(f"{_source(args.split, args.files)}: found no document")
+            raise LNSConfigError(
+                f"No document was found in {_source(args.split, args.files)}. Expected JSON lines with text. Check "
+                "--files."
+            )
         for path in Path(folder).iterdir():
             os.replace(path, args.out / path.name)
     record = {"dtype": dtype, "vocabulary": vocabulary, "eos": eos, "documents": count, "tokens": tokens}

@@ -28,5 +28,7 @@ def overrides_for(arm: Arm, engine: Engine) -> dict[str, Any]:
     overrides = engine.arm_overrides(arm)
     if overrides is None:
         supporting = [other.title for other in ENGINES.values() if other.arm_overrides(arm) is not None]
-        raise LNSConfigError(f"arm {arm.name!r} is supported by {' and '.join(supporting)} only")
+        raise LNSConfigError(
+            f"{engine.title} does not support arm {arm.name!r}. Choose another arm, or use {' or '.join(supporting)}."
+        )
     return overrides

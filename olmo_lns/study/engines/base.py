@@ -79,12 +79,12 @@ class Shape:
         copies, rest = divmod(gpus, self.model_parallel_size)
         if rest == 0 and self.batch_size % (copies * self.micro_batch_size) == 0:
             return None
-        details, remedy = "", "use another number of GPUs"
+        details, remedy = "", "Use another number of GPUs"
         if self.micro_batch_size > 1:
-            details, remedy = f" at a micro-batch of {self.micro_batch_size}", f"{remedy} or a smaller micro-batch"
+            details, remedy = f" in micro-batches of {self.micro_batch_size}", f"{remedy} or a smaller micro-batch"
         return (
-            f"{gpus} GPUs, {self.model_parallel_size} for each copy of the model,{details} do not divide the batch of "
-            f"{self.batch_size}: {remedy}"
+            f"{gpus} GPUs, {self.model_parallel_size} for each copy of the model, cannot share a batch of "
+            f"{self.batch_size} sequences evenly{details}. {remedy}."
         )
 
 
@@ -147,9 +147,11 @@ class Engine(Protocol):
             fields: dict[str, Any] = {field: int(settings[key]) for field, key in self.shape_keys.items()}
             return Shape(learning_rate=float(settings[self.rate_keys[0]]), **fields | self.derived_fields(settings))
         except KeyError as error:
-            raise LNSConfigError(f"the config has no {error.args[0]!r}: expected a complete config") from error
+            raise LNSConfigError(
+                f"The config has no key {error.args[0]!r}. Expected a complete training config. Add the key."
+            ) from error
         except (TypeError, ValueError) as error:
-            raise LNSConfigError(f"a number in the config cannot be read: {error}") from error
+            raise LNSConfigError(f"A value in the config is not a number: {error}. Correct the value.") from error
 
     def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of :class:`Shape` that are not the value of one setting."""

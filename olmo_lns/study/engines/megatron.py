@@ -42,9 +42,15 @@ def read(path: Path) -> dict[str, Any]:
     flags = read_yaml(path)
     for key, value in flags.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
-            raise LNSConfigError(f"{path}: key {key!r}: expected a Megatron flag without dashes, such as num-layers")
+            raise LNSConfigError(
+                f"{path}: the key {key!r} is not a flag of Megatron. Write the flag without its leading dashes, such "
+                "as num-layers."
+            )
         if any(isinstance(item, (dict, list)) for item in _as_list(value)):
-            raise LNSConfigError(f"{path}: {key}: expected a value or a list of values")
+            raise LNSConfigError(
+                f"{path}: the key {key!r} has nested values. Write each flag of Megatron as a key with a value or a "
+                "list of values."
+            )
     return {key.replace("-", "_"): value for key, value in flags.items()}
 
 
@@ -89,7 +95,9 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
     if not args.files:
         return explicit
     if len(args.files) > 1:
-        raise LNSConfigError(f"{OPTION}: found {len(args.files)} files, expected one")
+        raise LNSConfigError(
+            f"{OPTION} was passed {len(args.files)} times. A launch reads one file. Pass other settings as flags."
+        )
     explicit_keys = {flag[2:].split("=", 1)[0].replace("-", "_") for flag in explicit if flag.startswith("--")}
     settings = {key: value for key, value in read(args.files[0]).items() if key not in explicit_keys}
     return to_flags(settings, placeholder=placeholder) + explicit
@@ -135,8 +143,12 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
         except (ImportError, AssertionError, ValueError, SystemExit) as error:
             output.seek(0)
             messages = [line.strip() for line in output if "error:" in line]
-            problem = "cannot be imported" if isinstance(error, ImportError) else "refuses the flags"
-            raise LNSConfigError(f"Megatron {problem}: {messages[-1] if messages else error}") from error
+            reason = messages[-1] if messages else error
+            if isinstance(error, ImportError):
+                raise LNSConfigError(
+                    f"Megatron could not be imported: {reason}. Set MEGATRON_LM_SRC to a checkout of Megatron-LM."
+                ) from error
+            raise LNSConfigError(f"Megatron refuses the flags: {reason}. Correct them in the config.") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = shlex.join(expand([OPTION, args.config, *explicit], placeholder=True))
     print(text.replace(" --", "\n--") if args.one_per_line else text)
     for name in dict.fromkeys(re.findall(r"/(\w+)-is-not-set", text)):
-        print(f"note: {name} is not set: export {name}=…, or give the flag", file=sys.stderr)
+        print(f"note: {name} is not set. Export it, or pass the flag that reads it.", file=sys.stderr)
     return 0
 
 
@@ -245,7 +257,10 @@ class MegatronEngine(Engine):
         problems = []
         decay_steps, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
         if decay_steps not in (None, steps):
-            problems.append(f"lr-decay-iters {decay_steps} is not train-iters {steps}")
+            problems.append(
+                f"lr-decay-iters is {decay_steps}, but train-iters is {steps}. The rate must decay until the last "
+                "step. Set both to one number."
+            )
         if available():
             try:
                 parse(to_flags(settings, placeholder=True), gpus)
@@ -254,15 +269,17 @@ class MegatronEngine(Engine):
         return problems
 
     def skipped_check(self) -> str:
-        return "" if available() else "not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"
+        if available():
+            return ""
+        return "Megatron did not check the configs, because it was not found. Set MEGATRON_LM_SRC to a checkout."
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
         file_settings = read(run.config)
         for key, value in run.overrides.items():
             if _is_omitted(value) and not _is_omitted(file_settings.get(key.replace("-", "_"))):
                 raise LNSConfigError(
-                    f"run {run.name}: {key}: {value} cannot be written as a Megatron flag: remove the key from "
-                    f"{run.config}, and set it for the sizes or arms that need it"
+                    f"Run {run.name} sets {key} to {value}, which cannot be written as a Megatron flag. Remove the key "
+                    f"from {run.config}, and set it for the sizes or arms that need it."
                 )
         flags = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*flags, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]

@@ -42,7 +42,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None, variables: Mapp
         try:
             return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise LNSConfigError(f"{path}: OLMo refuses the config: {one_line(error)}") from error
+            raise LNSConfigError(f"OLMo refuses the config {path}: {one_line(error)}") from error
 
 
 #: Stock model config as JSON -> number of parameters of the model, and of one of its norms.
@@ -129,9 +129,9 @@ class OLMoEngine(Engine):
             with types.stock(model):
                 parameters, norm_parameters = _count_stock(model)
         except OLMoConfigurationError as error:
-            raise LNSConfigError(f"{path}: OLMo refuses the config: {one_line(error)}") from error
+            raise LNSConfigError(f"OLMo refuses the config {path}: {one_line(error)}") from error
         except (ValueError, TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
-            raise LNSConfigError(f"{path}: OLMo cannot build this model: {one_line(error)}") from error
+            raise LNSConfigError(f"OLMo could not build the model of {path}: {one_line(error)}") from error
         for _, _, plan in scheme.plans(model.n_layers):
             learned = [factor.elements(model.d_model) for factor in (plan.gate, plan.omega) if factor]
             parameters += (plan.norms - 1) * norm_parameters + sum(learned)
@@ -140,9 +140,14 @@ class OLMoEngine(Engine):
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         stop_at, steps = settings["stop_at"], self.shape(settings).steps
         if steps and stop_at is None:
-            return [f"stop_at is not set and OLMo would run {steps + 10} steps; expected {steps}"]
+            return [
+                f"stop_at is not set, so OLMo would run {steps + 10} steps instead of {steps}. Set stop_at to {steps}."
+            ]
         if steps and int(stop_at) != steps:
-            return [f"stop_at {stop_at} is not max_duration {steps}: the schedule would be cut or idle"]
+            return [
+                f"stop_at is {stop_at}, but max_duration is {steps} steps. The rate must decay until the last step. "
+                "Set both to one number."
+            ]
         return []
 
     def missing_data(self, settings: Mapping[str, Any]) -> str:
@@ -151,10 +156,10 @@ class OLMoEngine(Engine):
             sources[f"evaluator {evaluator['label']}"] = (evaluator.get("data") or {}).get("paths")
         for name, paths in sources.items():
             if paths == []:  # a pattern without a match
-                return f"{name}: no file"
+                return f"{name} matches no file."
             for path in paths or []:
                 if "://" not in path and not Path(path).is_file():
-                    return f"{name}: no file {path}"
+                    return f"{path} of {name} was not found."
         return ""
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
@@ -174,10 +179,16 @@ class OLMoEngine(Engine):
                 continue
             masks = evaluator["data"].get("label_mask_paths") or []
             if masks and evaluator.get("subset_num_batches"):
-                raise LNSConfigError("evaluator heldout: expected all rows with label masks, found a subset")
+                raise LNSConfigError(
+                    "The evaluator heldout reads a subset of the rows. With label masks, a held-out loss can be "
+                    "corrected for all rows only. Remove subset_num_batches, and train the runs again."
+                )
             for path in masks:
                 if not Path(path).is_file():
-                    raise LNSConfigError(f"no label mask {path}: set OLMO_DATA_DIR to the folder of the data")
+                    raise LNSConfigError(
+                        f"The label mask {path} was not found. The held-out loss cannot be corrected without it. Set "
+                        "OLMO_DATA_DIR to the folder of the data."
+                    )
                 mask = np.fromfile(path, dtype=np.bool_)
                 rows = mask[: len(mask) // sequence_length * sequence_length].reshape(-1, sequence_length)
                 predicted = rows[:, 1:]  # the first token of a row is not predicted

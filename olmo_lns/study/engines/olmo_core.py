@@ -42,14 +42,19 @@ def read(
         read_yaml(Path(path)), str(path), variables=variables, placeholder=placeholder
     )
     if missing := [name for name in SECTIONS if not isinstance(config.get(name), dict)]:
-        raise LNSConfigError(f"{path} has no section {missing[0]!r}: expected {', '.join(SECTIONS)}")
+        raise LNSConfigError(
+            f"{path} has no section {missing[0]!r}. Expected the sections {', '.join(SECTIONS)}. Add the section."
+        )
     for key, value in (overrides or {}).items():
         *parents, name = key.split(".")
         section: Any = config
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
         if not isinstance(section, dict):
-            raise LNSConfigError(f"override {key}: the config has no section {'.'.join(parents)}")
+            raise LNSConfigError(
+                f"The override {key} cannot be applied, because the config has no section {'.'.join(parents)}. Correct "
+                "the key."
+            )
         section[name] = value
     return config
 
@@ -89,20 +94,24 @@ def count_parameters(path: Path, config: Mapping[str, Any]) -> int:
     except LNSError:
         raise
     except Exception as error:  # errors of OLMo-core, OmegaConf and torch
-        raise LNSConfigError(f"{path}: OLMo-core refuses the config: {one_line(error)}") from error
+        raise LNSConfigError(f"OLMo-core refuses the config {path}: {one_line(error)}") from error
 
 
 def _require_classes(path: Path, config: Mapping[str, Any]) -> None:
     """Refuse unknown classes, for which OLMo-core silently builds its default."""
     classes = {key: str(value) for key, value in flatten(config).items() if key.endswith("_CLASS_")}
     if missing := [name for name in SECTIONS if f"{name}._CLASS_" not in classes]:
-        raise LNSConfigError(f"{path}: {missing[0]} has no _CLASS_: add the name of its class in OLMo-core")
+        raise LNSConfigError(
+            f"{path}: the section {missing[0]} has no key _CLASS_. Add the name of its class in OLMo-core."
+        )
     for key, class_path in classes.items():
         module, _, class_name = class_path.rpartition(".")
         try:
             getattr(import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise LNSConfigError(f"{path}: {key}={class_path}: {error}") from None
+            raise LNSConfigError(
+                f"{path}: the class {class_path} could not be imported: {error}. Correct the key {key}."
+            ) from None
 
 
 STOCK_CLASS, LNS_CLASS = "olmo_core.nn.transformer.TransformerBlockConfig", "olmo_lns.olmo_core.BlockConfig"
@@ -187,7 +196,8 @@ class OLMoCoreEngine(Engine):
         tokens_per_step = int(settings["data_loader.global_batch_size"])
         if tokens_per_step % sequence_length:
             raise LNSConfigError(
-                f"data_loader.global_batch_size is in tokens: expected a multiple of {sequence_length}"
+                f"data_loader.global_batch_size is {tokens_per_step} tokens. It must be a multiple of the sequence "
+                f"length, {sequence_length}. Change one of them."
             )
         duration, unit = int(settings["trainer.max_duration.value"]), settings["trainer.max_duration.unit"]
         return {
@@ -208,21 +218,27 @@ class OLMoCoreEngine(Engine):
         problems, length = [], self.shape(settings).sequence_length
         if (micro_batch := int(settings["train_module.rank_microbatch_size"])) % length:
             problems.append(
-                f"train_module.rank_microbatch_size {micro_batch} is in tokens: expected a multiple of {length}"
+                f"train_module.rank_microbatch_size is {micro_batch} tokens. It must be a multiple of the sequence "
+                f"length, {length}. Change one of them."
             )
         if (data_length := settings.get("dataset.sequence_length")) != length:
-            problems.append(f"dataset.sequence_length {data_length} is not max_sequence_length {length}")
+            problems.append(
+                f"dataset.sequence_length is {data_length}, but train_module.max_sequence_length is {length}. Set both "
+                "to one number."
+            )
         return problems
 
     def missing_data(self, settings: Mapping[str, Any]) -> str:
         for key, paths in settings.items():
             for path in paths if key.endswith(".paths") and isinstance(paths, list) else []:
                 if "://" not in str(path) and not glob(str(path), recursive=True):
-                    return f"{key}: no file {path}"
+                    return f"{path} of {key} was not found."
         return ""
 
     def skipped_check(self) -> str:
-        return "" if available() else "not loaded by OLMo-core, which is not in this environment"
+        if available():
+            return ""
+        return "OLMo-core did not check the configs, because it is not installed here. docs/olmo-core.md installs it."
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
         checkpoints = {"trainer.save_folder": str(folder), "trainer.save_overwrite": True}
