@@ -67,7 +67,7 @@ SIZES = (
     Size(
         "7B", 32, 4096, 32, 11008, 2048, 256, 3e-4, 2, True, "configs/official-0724/OLMo-7B.yaml", tensor=2,
         parallel="#   A100-80 / H100-80, 8 GPUs or more: TP 2, sequence parallel, as below. Fewer: TP 4 or PP 2.\n"
-        "#   Started without -m olmo_lns, which sets it: export CUDA_DEVICE_MAX_CONNECTIONS=1.\n"
+        "#   A launch without -m olmo_lns needs: export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
         "#   H200 (141 GB), 8 GPUs or more: --tensor-model-parallel-size 1.",
     ),
 )  # fmt: skip
