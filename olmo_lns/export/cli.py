@@ -37,20 +37,23 @@ def main(argv: Sequence[str]) -> int:
     args = _export_parser().parse_args(argv)
     from olmo_lns.export import megatron, receipt
     from olmo_lns.export.convert import OUTPUT_FORMATS, convert, new_folder, write_tokenizer
-    from olmo_lns.export.open import kind_of, module_of, open_checkpoint
+    from olmo_lns.export.open import format_module, format_of, open_checkpoint
     from olmo_lns.export.spellings import differences
     from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH_DTYPES.get(args.dtype)
     scheme = parse(args.scheme) if args.scheme else None
-    kind = kind_of(args.checkpoint)
+    checkpoint_format = format_of(args.checkpoint)
     if not folder.exists():
         print(f"There is no folder {folder} here. Asking the Hugging Face hub for {folder}.", file=sys.stderr)
-    formats = OUTPUT_FORMATS[kind]
+    formats = OUTPUT_FORMATS[checkpoint_format]
     output_format = args.format or formats[0]
     if output_format not in formats:
         expected = " or ".join(formats)
-        raise LNSConfigError(f"--format {output_format}: {folder} is of kind {kind}, which is exported as {expected}.")
+        raise LNSConfigError(
+            f"--format {output_format}: {folder} is a checkpoint of {checkpoint_format}, which is exported as "
+            f"{expected}."
+        )
     if args.tokenizer not in (None, "none") and output_format != HF:
         raise LNSConfigError(f"--tokenizer needs --format hf; --format {output_format} stores no tokenizer.")
     if dtype is not None and output_format == MEGATRON:
@@ -62,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             opened = open_checkpoint(args.checkpoint, scheme)
             trained = opened.scheme
-            if trained.is_pre_ln and scheme is None and output_format == kind:
+            if trained.is_pre_ln and scheme is None and output_format == checkpoint_format:
                 raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Give its scheme, as --scheme lns.")
             known = receipt.of_trained(opened)
             stock = convert(opened, output_format, dtype)
@@ -70,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             lines = [f"{type(stock.model).__name__}: {result}"]
             if output_format == HF:
                 lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
-            module_of(output_format).save(stock, unfinished)
+            format_module(output_format).save(stock, unfinished)
             receipt.write(known, stock, unfinished)
             if output_format == HF:
                 lines += [f"warning: {sentence}" for sentence in differences(unfinished)]

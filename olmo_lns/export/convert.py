@@ -12,12 +12,12 @@ import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
-from olmo_lns.export.open import Opened, module_of
+from olmo_lns.export.open import Opened, format_module
 from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
-#: Kind of checkpoint -> formats of its export. The first is the default.
+#: Format of a checkpoint -> formats of its export. The first is the default.
 OUTPUT_FORMATS = {
     OLMO: (OLMO, HF),
     OLMO_CORE: (OLMO_CORE, HF),
@@ -36,12 +36,12 @@ def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
     check_finite(opened.model.named_parameters())
-    if opened.kind in (HF, MEGATRON):
+    if opened.format in (HF, MEGATRON):
         stock = huggingface.folded(opened, dtype)
     elif output_format == HF:
-        stock = module_of(opened.kind).to_huggingface(opened, dtype)
+        stock = format_module(opened.format).to_huggingface(opened, dtype)
     else:
-        stock = module_of(opened.kind).folded(opened, dtype)
+        stock = format_module(opened.format).folded(opened, dtype)
     check_finite(stock.model.named_parameters())
     return stock
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
-from olmo_lns.export.open import Opened, readable
+from olmo_lns.export.open import Opened, reporting_load_errors
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
 from olmo_lns.export.spellings import rewrite_config, with_all_spellings
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -33,7 +33,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     from olmo_lns.integrations.transformers import register
 
     register()
-    with readable(folder):
+    with reporting_load_errors(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
         values, _ = transformers.PretrainedConfig.get_config_dict(folder)
         config = type(config).from_dict(with_all_spellings(values))  # another version may have written the folder
@@ -66,7 +66,7 @@ def auto_class(config: Any) -> str:
 
 def _load(loader: Any, path: Path | None, source: Path, *, strict: bool = False, **options: Any) -> Any:
     """Load a model and check its weights. :param strict: refuse a weight that the model does not have."""
-    with readable(source):
+    with reporting_load_errors(source):
         model, info = loader.from_pretrained(path, output_loading_info=True, **options)
     problems = {"missing_keys": "is missing", "mismatched_keys": "has another shape"}
     if strict:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
-from olmo_lns.export.open import Opened, readable
+from olmo_lns.export.open import Opened, reporting_load_errors
 from olmo_lns.folding import check_finite, multiplied
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
@@ -118,7 +118,7 @@ class Saved:
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()
         }
-        with readable(self.folder):
+        with reporting_load_errors(self.folder):
             dcp_load(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
         return state
 
@@ -137,7 +137,7 @@ def read(folder: Path) -> Saved:
             f"{folder} holds no complete torch_dist checkpoint. Load it in Megatron and save it with --ckpt-format "
             "torch_dist."
         )
-    with readable(folder):
+    with reporting_load_errors(folder):
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
         common = _common(folder)
     entries = {name: entry for name, entry in metadata.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
@@ -249,7 +249,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     """
     saved = read(folder)
     scheme = saved.scheme(scheme)
-    with readable(folder):  # arguments of another type than the model needs
+    with reporting_load_errors(folder):  # arguments of another type than the model needs
         values = _llama_config(saved)
         weights = _llama_weights(saved, values)
     model = huggingface.build(values, weights, folder)

@@ -14,7 +14,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
-from olmo_lns.export.open import Opened, load_state, readable
+from olmo_lns.export.open import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
@@ -39,7 +39,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     from olmo_lns.integrations.olmo.types import base_type, scheme_of, spell
 
     path = folder / "config.yaml"
-    with readable(path):
+    with reporting_load_errors(path):
         saved: Any = OmegaConf.load(path)
         config = ModelConfig.load(path, key="model", validate_paths=False)
         if scheme is not None and scheme_of(config.layer_norm_type).is_pre_ln:
@@ -66,7 +66,7 @@ def _load(model: Any, folder: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    with readable(f"{folder}, its weights,"):
+    with reporting_load_errors(f"{folder}, its weights,"):
         if (folder / "model.pt").is_file():
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
             state = model._make_state_dict_compatible(state)[0]
@@ -160,7 +160,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     stock = folded(opened, dtype)
     values, state = _hf_config(stock, is_rms), _hf_weights(stock.model, is_rms)
     hf_model = huggingface.build(values, state, opened.folder, stock.model)
-    return replace(stock, model=hf_model, kind=HF, config=huggingface.settings(hf_model))
+    return replace(stock, model=hf_model, format=HF, config=huggingface.settings(hf_model))
 
 
 def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
-from olmo_lns.export.open import Opened, load_state, readable
+from olmo_lns.export.open import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -41,7 +41,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
         ) from None
     from olmo_lns.olmo_core import apply
 
-    with readable(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
+    with reporting_load_errors(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         values = config["model"]
     weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
@@ -52,7 +52,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     if any(block.pop("scale_router", True) is False for block in blocks):  # only development versions saved false
         raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into the norms alone.")
     is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
-    with readable(folder):
+    with reporting_load_errors(folder):
         settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)
         model_config = TransformerConfig.from_dict(settings)
         if is_stock and scheme is not None and not scheme.is_pre_ln:
@@ -152,7 +152,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
         )
     state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
     llama = huggingface.build(_llama_config(stock), state, opened.folder, model)
-    return replace(stock, model=llama, kind=HF, config=huggingface.settings(llama))
+    return replace(stock, model=llama, format=HF, config=huggingface.settings(llama))
 
 
 #: OLMo-core's module names -> Llama's.

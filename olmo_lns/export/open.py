@@ -27,14 +27,14 @@ class Opened:
     """A model in evaluation mode, with its format, scheme, config and tokenizer.
 
     :param model: model of the framework's class; for Megatron, a transformers Llama.
-    :param kind: one of :data:`olmo_lns.export.FORMATS`. :param scheme: Pre-LN for a stock model.
+    :param format: one of :data:`olmo_lns.export.FORMATS`. :param scheme: Pre-LN for a stock model.
     :param config: settings in the saved config, as plain values.
     :param tokenizer: name or path in the checkpoint. :param max_length: maximum sequence length in tokens.
     :param eos_token_id: end-of-text id, None if unknown. :param pad_token_id: padding id, None if unknown.
     """
 
     model: nn.Module
-    kind: str
+    format: str
     scheme: Scheme
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Opened:
     pad_token_id: int | None = None
 
 
-def kind_of(source: str | Path) -> str:
+def format_of(source: str | Path) -> str:
     """Return the format of a checkpoint: that of its folder; transformers' for ``owner/name`` on the hub.
 
     A path that does not exist is a name on the hub only if it cannot be a mistyped path: it has two parts, and no
@@ -79,9 +79,9 @@ def kind_of(source: str | Path) -> str:
     )
 
 
-def module_of(kind: str) -> Any:
+def format_module(name: str) -> Any:
     """Return the module of a format."""
-    return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
+    return importlib.import_module(f"olmo_lns.export.{'huggingface' if name == HF else name.replace('-', '_')}")
 
 
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
@@ -94,7 +94,7 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> O
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
     requested = parse(scheme) if isinstance(scheme, str) else scheme
-    opened: Opened = module_of(kind_of(folder)).open_folder(Path(folder), requested)
+    opened: Opened = format_module(format_of(folder)).open_folder(Path(folder), requested)
     opened.model.eval()
     if requested is not None and opened.scheme != requested:
         raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {requested}. Leave --scheme out.")
@@ -120,7 +120,7 @@ def open_model(
 
 
 @contextmanager
-def readable(source: object) -> Iterator[None]:
+def reporting_load_errors(source: object) -> Iterator[None]:
     """Report any error of a framework as one line; a damaged file can cause almost any exception.
 
     :raises LNSConfigError: any exception in the context; the message names ``source``.
@@ -140,5 +140,5 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: obje
 
     :raises LNSConfigError: tensors that are missing, unexpected or of another shape; the message names them.
     """
-    with readable(source):
+    with reporting_load_errors(source):
         model.load_state_dict(dict(state), assign=True)

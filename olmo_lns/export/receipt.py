@@ -129,7 +129,7 @@ def _of_export(stock: Opened, folder: Path) -> dict[str, Any]:
     """Return the dtypes and, for transformers, the tying and the rotary frequencies of an export."""
     dtypes = {str(tensor.dtype) for tensor in stock.model.parameters()}
     entries: dict[str, Any] = {"dtypes": sorted(name.removeprefix("torch.") for name in dtypes)}
-    if stock.kind != HF:
+    if stock.format != HF:
         return entries | {"tied": None, "rotary": None}
     saved = {str(dtype) for dtype in SavedWeights(folder).dtypes.values()}
     entries["dtypes"] = sorted(name.removeprefix("torch.") for name in saved)

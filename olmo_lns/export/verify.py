@@ -56,9 +56,9 @@ def verify(
     lines, differences = receipt.compare(known, exported) if known else ([], [])
     if checkpoint is not None:
         opened = open_checkpoint(checkpoint, scheme)
-        if exported.kind not in OUTPUT_FORMATS[opened.kind]:
+        if exported.format not in OUTPUT_FORMATS[opened.format]:
             raise LNSConfigError(
-                f"{export} is not an export of {checkpoint}: {opened.kind} is never exported as {exported.kind}."
+                f"{export} is not an export of {checkpoint}: {opened.format} is never exported as {exported.format}."
             )
         more_lines, more_differences = _compare(opened, exported, length, known)
         lines, differences = lines + more_lines, differences + more_differences
@@ -82,7 +82,7 @@ def _compare(
         if dtype != torch.float32:  # twice the error of the checkpoint itself in that dtype
             rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
             allowed = 2 * float((rounded - expected).abs().max())
-    refolded = convert(opened, HF if exported.kind == MEGATRON else exported.kind, dtype)
+    refolded = convert(opened, HF if exported.format == MEGATRON else exported.format, dtype)
     weights = refolded.model.state_dict()
     differences += _config_differences(refolded.config, exported.config)
     try:  # within one rounding

@@ -38,7 +38,7 @@ def exports(tmp_path_factory):
     place = tmp_path_factory.mktemp("receipt")
     scaling = {name: value for name, value in ROPE.items() if name != "rope_theta"}
     model = stock("llama", rope_theta=5e5, rope_scaling=scaling)
-    apply(model, initialization="upstream").save_pretrained(place / "lns")
+    apply(model, initialization="upstream", trained=True).save_pretrained(place / "lns")
     assert export(place / "lns", place / "out") == 0
     return place
 
@@ -119,7 +119,7 @@ def test_stock_loaders_see_no_other_file(exports):
 def test_a_version_that_computes_another_function_is_named(tmp_path, capsys):
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     model = stock("llama", rope_theta=5e5, rope_scaling=scaling, max_position_embeddings=32)
-    apply(model, initialization="upstream").save_pretrained(tmp_path / "lns")
+    apply(model, initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
     assert export(tmp_path / "lns", tmp_path / "out") == 0
     assert "warning: transformers 4.48 computes YaRN from max_position_embeddings" in capsys.readouterr().out
     assert "exists" in refused(capsys, tmp_path / "lns", tmp_path / "out")
