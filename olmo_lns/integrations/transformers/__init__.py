@@ -22,6 +22,7 @@ def register() -> None:
     from olmo_lns.hook import on_import
     from olmo_lns.integrations.transformers import wrapping
 
+    on_import("transformers.configuration_utils", wrapping.refuse_stock_configs)
     on_import("transformers.models.auto.configuration_auto", wrapping.name_configs)
     on_import("transformers.models.auto.auto_factory", wrapping.find_models)
     on_import("transformers.conversion_mapping", wrapping.convert_weights)
@@ -122,4 +123,5 @@ def fold(model: Any, dtype: Any = None) -> Any:
             module.__class__ = module.lns_made_of
     for name in ("lns", "lns_norms", "lns_initialization"):
         vars(model.config).pop(name, None)
+    models.restore_names(model.config)
     return model

@@ -1,9 +1,14 @@
-"""Config and model classes under a scheme: ``lns_llama`` for ``llama``, ``LNSLlamaForCausalLM``, and so on.
+"""Config and model classes under a scheme, with the model type ``lns_llama`` for ``llama``.
 
 A scheme class is made on first use, by the prefix of its model type, for any family of transformers. Only the
 construction of a model differs from the stock class: the norms get their factors. Forward, state dict, saving, loading
 and generation are transformers' own. ``config.json`` names the model type, the scheme (``lns``) and the found norms
 (``lns_norms``), from which a model on the meta device is built.
+
+In memory a model class has the name of its stock class, because other programs look that name up in their tables: the
+Trainer shifts the labels of label smoothing only for the causal language models that it knows. On disk the name is
+``LNSLlamaForCausalLM``. A reader that goes by ``architectures`` or ``auto_map`` then fails without this package,
+instead of loading the weights as Pre-LN.
 """
 
 from __future__ import annotations
@@ -26,7 +31,13 @@ from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
-from olmo_lns.integrations.transformers.model_types import PREFIX
+from olmo_lns.integrations.transformers.model_types import (
+    PREFIX,
+    saved_name,
+    saved_reference,
+    stock_name,
+    stock_reference,
+)
 from olmo_lns.integrations.transformers.norms import folded
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
@@ -53,7 +64,28 @@ class SchemeConfig(SchemeClass):
     """Mixin of a config class."""
 
     lns = "lns"
-    auto_map: dict[str, str] = {}  # TRL reads it from a config without a class in transformers
+
+    @property
+    def auto_map(self) -> dict[str, Any]:
+        """The classes of remote code, by the names of their scheme classes. TRL reads it from every config.
+
+        The dictionary is the instance's own, since transformers adds a model's stock name to it on saving.
+        """
+        references: dict[str, Any] = vars(self).setdefault("auto_map", {})
+        references.update({auto: saved_reference(auto, reference) for auto, reference in references.items()})
+        return references
+
+    @auto_map.setter
+    def auto_map(self, references: dict[str, Any] | None) -> None:
+        vars(self)["auto_map"] = dict(references or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``config.json`` says, with the names of scheme classes."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        if values.get("architectures"):
+            values["architectures"] = list(map(saved_name, values["architectures"]))
+        values.pop("auto_map", None)
+        return values | ({"auto_map": dict(self.auto_map)} if self.auto_map else {})
 
 
 class SchemeModel(SchemeClass):
@@ -109,17 +141,33 @@ def _blank(stock: Any) -> Any:
 
 @functools.cache
 def scheme_class(stock: Any) -> Any:
-    """Return the scheme class of a stock config or model class, under the stock module, in which transformers looks."""
-    name, members = f"LNS{stock.__name__}", {"lns_made_of": stock, "__module__": stock.__module__}
+    """Return the scheme class of a stock config or model class, under the stock module, in which transformers looks.
+
+    A model class has its stock name. A config class does not: transformers finds the class of a model by the name of
+    its config's class, and would find the stock one.
+    """
+    members = {"lns_made_of": stock, "__module__": stock.__module__}
     if not issubclass(stock, nn.Module):
-        return type(stock)(name, (SchemeConfig, stock), members | {"model_type": PREFIX + stock.model_type})
-    scheme_model = type(stock)(name, (SchemeModel, stock), members | {"config_class": scheme_class(stock.config_class)})
-    # TRL looks here for the class that config.json names, transformers 5 for the records of output_hidden_states=.
-    setattr(importlib.import_module("transformers"), name, scheme_model)
+        named = {"model_type": PREFIX + stock.model_type}
+        return type(stock)(saved_name(stock.__name__), (SchemeConfig, stock), members | named)
+    members |= {"__qualname__": stock.__qualname__, "config_class": scheme_class(stock.config_class)}
+    scheme_model = type(stock)(stock.__name__, (SchemeModel, stock), members)
+    # TRL and pipeline() look here for the class that config.json names, never for one of remote code.
+    if stock.__module__.startswith("transformers."):
+        setattr(importlib.import_module("transformers"), saved_name(stock.__name__), scheme_model)
+    # transformers 5 looks here for the records of output_hidden_states=.
     registry = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         dict.__setitem__(registry, str(scheme_model), stock._can_record_outputs)
     return scheme_model
+
+
+def restore_names(config: Any) -> None:
+    """Set the stock names of classes in the config of a folded model."""
+    if config.architectures:
+        config.architectures = list(map(stock_name, config.architectures))
+    if references := vars(config).pop("auto_map", None):
+        config.auto_map = {auto: stock_reference(reference) for auto, reference in references.items()}
 
 
 def scheme_of(config: Any) -> Scheme:
@@ -136,12 +184,18 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
     """Return the scheme in the ``config.json`` of a folder or of a name on the hub; None without a readable one."""
     from transformers import PretrainedConfig
 
+    kwargs.pop("trust_remote_code", None)  # transformers warns about it here
     try:
         values, _ = PretrainedConfig.get_config_dict(name, **kwargs)
     except OSError:
         return None
     if not values:  # transformers 5 returns {} for a folder without the file
         return None
+    return scheme_in(values)
+
+
+def scheme_in(values: dict[str, Any]) -> Scheme:
+    """Return the scheme in the values of a ``config.json``."""
     is_scheme = str(values.get("model_type", "")).startswith(PREFIX)
     return parse(values.get("lns", SchemeConfig.lns)) if is_scheme else PRE_LN
 

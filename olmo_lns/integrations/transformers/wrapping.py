@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns.hook import wrap
-from olmo_lns.integrations.transformers.model_types import PREFIX, stock_type
+from olmo_lns.integrations.transformers.model_types import PREFIX, stock_name, stock_reference, stock_type
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme
 
@@ -31,6 +31,7 @@ def name_configs(module: Any) -> None:
 
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__getitem__", get)
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__contains__", contains)
+    wrap(f"{_AUTO}.configuration_auto:get_class_from_dynamic_module", _find_remote, needed=False)
 
 
 def find_models(module: Any) -> None:
@@ -72,6 +73,38 @@ def find_models(module: Any) -> None:
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__getitem__", get)
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__contains__", contains)
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
+    wrap(f"{_AUTO}.auto_factory:get_class_from_dynamic_module", _find_remote, needed=False)
+
+
+def _find_remote(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Find the scheme class of a class of remote code, which ``auto_map`` names ``modeling_my.LNSMyModel``."""
+
+    def get_class_from_dynamic_module(class_reference: str, *args: Any, **kwargs: Any) -> Any:
+        stock = original(stock_reference(class_reference), *args, **kwargs)
+        if stock_reference(class_reference) == class_reference:
+            return stock
+        from olmo_lns.integrations.transformers.models import scheme_class
+
+        return scheme_class(stock)
+
+    return get_class_from_dynamic_module
+
+
+def refuse_stock_configs(module: Any) -> None:
+    """Refuse to read the config of a scheme by the stock class of the family, as a stock model class does."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_dict(cls: Any, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            if (stock := stock_type(config_dict.get("model_type"))) is not None and stock == cls.model_type:
+                from olmo_lns.integrations.transformers.models import describe_setting, scheme_in
+
+                source = config_dict.get("_name_or_path") or "config.json"
+                require_same(scheme_in(config_dict), PRE_LN, source=source, setting=describe_setting)
+            return original(cls, config_dict, *args, **kwargs)
+
+        return from_dict
+
+    wrap("transformers.configuration_utils:PretrainedConfig.from_dict", make, needed=False)
 
 
 def _scheme_class(stock_class: Any) -> Any:
@@ -87,9 +120,7 @@ def convert_weights(module: Any) -> None:
     """Make transformers 5 convert the weights of ``lns_<type>`` (fused experts) like those of ``<type>``."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda name, *args, **kwargs: original(
-            stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
-        )
+        return lambda name, *args, **kwargs: original(stock_type(name) or stock_name(str(name)), *args, **kwargs)
 
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
 

@@ -19,7 +19,7 @@ LOADS = """
 import sys, torch, transformers
 folder, pickled, file = sys.argv[1:]
 for model in (transformers.AutoModelForCausalLM.from_pretrained(folder), torch.load(pickled, weights_only=False)):
-    print("CLASS", type(model).__name__)
+    print("CLASS", type(model).__name__, type(model.config).__name__)
     torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
     pickled, file = file, pickled + ".in"
 """
@@ -40,7 +40,7 @@ def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_p
     model.save_pretrained(tmp_path)
     written = read_config(tmp_path)
     assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25" and written["lns_norms"]
-    assert written["architectures"] == [type(model).__name__]
+    assert type(model).__name__ == MODELS[kind][0] and written["architectures"] == [f"LNS{MODELS[kind][0]}"]
     capfd.readouterr()
     loaded = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_pretrained(tmp_path)
     assert type(loaded) is type(model) and "measured: sites, output, gradient" in capfd.readouterr().err
@@ -56,7 +56,7 @@ def test_another_process_needs_the_package(tmp_path):
         torch.save(content, tmp_path / name)
     done = forked.run(LOADS, folder, tmp_path / "model.pt", tmp_path / "inputs")
     text = done.stdout + done.stderr
-    assert text.count("CLASS LNSLlamaForCausalLM") == 2 and "LayerNorm Scaling on: 6 norms" in text, text
+    assert text.count("CLASS LlamaForCausalLM LNSLlamaConfig") == 2 and "LayerNorm Scaling on: 6 norms" in text, text
     with torch.no_grad():
         for name in ("inputs.out", "model.pt.in.out"):
             assert torch.equal(torch.load(tmp_path / name), model(**inputs("llama")).logits)
@@ -71,7 +71,8 @@ def test_other_heads_and_the_base_model_load_under_the_scheme(tmp_path):
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
-    assert type(base).__name__ == "LNSLlamaModel" and type(reward).__name__ == "LNSLlamaForSequenceClassification"
+    assert type(base).lns_made_of is transformers.LlamaModel
+    assert type(reward).lns_made_of is transformers.LlamaForSequenceClassification
     with torch.no_grad():
         expected = model.model(**inputs("llama")).last_hidden_state
         assert torch.equal(base.eval()(**inputs("llama")).last_hidden_state, expected)

@@ -31,7 +31,7 @@ def test_a_trainer_trains_as_with_hooks_even_when_resumed(tmp_path):
     expected = losses(reference)
     assert losses(done) == pytest.approx(expected, rel=1e-4)
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
-    assert type(fresh).__name__ == "LNSLlamaForCausalLM"
+    assert type(fresh).lns_made_of is transformers.LlamaForCausalLM
     resumed = trainer(fresh, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed)[-3:] == pytest.approx(expected[-3:], rel=1e-4)

@@ -1,0 +1,184 @@
+"""Programs that look at the name of a class, at ``architectures`` or at ``auto_map``: a scheme is treated as stock."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from support import forked
+from support.transformers_models import MODELS, hooked, inputs, read_config, rows, same, stock, trainer
+
+from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.integrations.transformers import apply, fold, register
+
+register()
+transformers = pytest.importorskip("transformers")
+SFT = "pip install 'olmo-lns[sft]'"
+REMOTE = {
+    "configuration_mini.py": """
+from transformers import LlamaConfig
+class MiniConfig(LlamaConfig):
+    model_type = "mini"
+""",
+    "modeling_mini.py": """
+from transformers import LlamaForCausalLM
+from .configuration_mini import MiniConfig
+class MiniForCausalLM(LlamaForCausalLM):
+    config_class = MiniConfig
+""",
+}
+#: Loads a folder of remote code and saves its logits on the inputs of a file.
+LOADS = """
+import sys, torch, transformers
+folder, file = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
+"""
+
+
+@functools.cache
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(97)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, unk_token="w0", eos_token="w1", pad_token="w1")
+
+
+def smoothed(model, factor):
+    """Label smoothing of the next token, written out: each token's loss and the mean over the vocabulary."""
+    ids = torch.stack([row["input_ids"] for row in rows()])
+    with torch.no_grad():
+        log_p = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    loss = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return ((1 - factor) * loss - factor * log_p.mean(-1)).mean().item()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_label_smoothing_trains_and_evaluates_the_next_token(kind, lora, tmp_path):
+    model, reference = apply(stock(kind), trained=True), hooked(kind, stock(kind))
+    expected = smoothed(reference, 0.1)
+    pair = [model, reference]
+    if lora:
+        peft = pytest.importorskip("peft", reason=SFT)
+        pair = []
+        for each in (model, reference):
+            torch.manual_seed(3)
+            pair.append(peft.get_peft_model(each, peft.LoraConfig(task_type="CAUSAL_LM", r=4)))
+    losses = []
+    for number, each in enumerate(pair):
+        run = trainer(each, tmp_path / str(number), max_steps=2, label_smoothing_factor=0.1, save_strategy="no")
+        run.eval_dataset = rows()
+        assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+        run.train()
+        losses.append([line["loss"] for line in run.state.log_history if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_pipeline_generates_without_a_message_and_takes_a_folder(tmp_path, capfd):
+    model = apply(stock("llama"), trained=True)
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    options = dict(tokenizer=tokenizer(), device="cpu")
+    texts, messages = [], []
+    for each in (hooked("llama", stock("llama")), model):
+        capfd.readouterr()
+        pipeline = transformers.pipeline("text-generation", model=each, **options)
+        messages.append(capfd.readouterr().err)
+        texts.append(pipeline("w5 w6", max_new_tokens=4, do_sample=False))
+    assert messages[0] == messages[1] and "not supported" not in messages[1]
+    texts.append(transformers.pipeline("text-generation", str(tmp_path))("w5 w6", max_new_tokens=4, do_sample=False))
+    assert texts[0] == texts[1] == texts[2] and "not supported" not in capfd.readouterr().err
+
+
+def test_the_stock_class_stays_in_transformers_and_saved_names_are_those_of_the_scheme(tmp_path):
+    made = transformers.LlamaForCausalLM
+    config = transformers.LlamaConfig(**MODELS["llama"][2], architectures=["LlamaForCausalLM"])
+    model = apply(made(config))
+    assert (type(model).__name__, type(model).__qualname__) == ("LlamaForCausalLM", "LlamaForCausalLM")
+    assert transformers.LlamaForCausalLM is transformers.models.llama.modeling_llama.LlamaForCausalLM is made
+    model.config.save_pretrained(tmp_path / "config")  # as beside sharded weights
+    model.save_pretrained(tmp_path / "model")
+    for name in ("config", "model"):
+        assert read_config(tmp_path / name)["architectures"] == ["LNSLlamaForCausalLM"]
+    fold(model).config.save_pretrained(tmp_path / "folded")
+    assert read_config(tmp_path / "folded")["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_stock_class_refuses_the_folder_of_a_scheme(tmp_path, monkeypatch):
+    apply(stock("llama"), trained=True).save_pretrained(tmp_path)
+    for stock_class in (transformers.LlamaForCausalLM, transformers.LlamaModel, transformers.LlamaConfig):
+        with pytest.raises(CheckpointMismatchError, match="its config says lns"):
+            stock_class.from_pretrained(tmp_path)
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
+    assert type(transformers.LlamaForCausalLM.from_pretrained(tmp_path)) is transformers.LlamaForCausalLM
+
+
+def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tmp_path):
+    peft = pytest.importorskip("peft", reason=SFT)
+    apply(stock("llama"), trained=True).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointMismatchError, match="its config says lns"):
+        peft.AutoPeftModel.from_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**inputs("llama")).logits, tuned(**inputs("llama")).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_layers_are_wrapped_and_placed_as_those_of_a_stock_model(kind):
+    accelerate = pytest.importorskip("accelerate")
+    found = []
+    for model in (stock(kind), apply(stock(kind), trained=True)):
+        plugin = accelerate.FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+        plugin.set_auto_wrap_policy(model)
+        memory = {"cpu": int(0.8 * model.get_memory_footprint()), "disk": 10**9}
+        places = accelerate.infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
+        assert set(places.values()) == {"cpu", "disk"}
+        found.append((plugin.auto_wrap_policy.keywords["transformer_layer_cls"], model._no_split_modules, places))
+    assert found[0] == found[1] and found[0][0]
+
+
+def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    stock("llama").save_pretrained(source := tmp_path / "source")
+    values = read_config(source) | {"model_type": "mini", "architectures": ["MiniForCausalLM"]}
+    classes = {"AutoConfig": "configuration_mini.MiniConfig", "AutoModelForCausalLM": "modeling_mini.MiniForCausalLM"}
+    (source / "config.json").write_text(json.dumps(values | {"auto_map": classes}))
+    for name, code in REMOTE.items():
+        (source / name).write_text(code)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+
+    model = apply(load(source), trained=True).eval()
+    expected = hooked("llama", stock("llama"))
+    same("llama", model, expected)
+    model.save_pretrained(folder := tmp_path / "lns")
+    written = read_config(folder)
+    assert written["model_type"] == "lns_mini" and written["architectures"] == ["LNSMiniForCausalLM"]
+    assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_mini.LNSMiniForCausalLM"
+    same("llama", load(folder).eval(), model, tolerance=0)
+    built = transformers.AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
+    assert built.model.layers[1].input_layernorm.lns_scale == 2**-0.5
+
+    torch.save(inputs("llama"), tmp_path / "inputs")
+    done = forked.run(LOADS, folder, tmp_path / "inputs", HF_MODULES_CACHE=str(tmp_path / "other"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "inputs.out"), model(**inputs("llama")).logits)
+    done = forked.run(LOADS, folder, tmp_path / "inputs", OLMO_LNS_DISABLE="1")
+    assert done.returncode != 0 and "LNSMiniConfig" in done.stdout + done.stderr
+
+    fold(copy.deepcopy(model)).save_pretrained(folded := tmp_path / "folded")
+    assert read_config(folded)["auto_map"] == classes
+    assert type(load(folded)).__name__ == "MiniForCausalLM" and not hasattr(load(folded), "lns_made_of")
+    with torch.no_grad():  # folding changes the gradients of the gains
+        found, wanted = (each(**inputs("llama")).logits for each in (load(folded).eval(), expected))
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
