@@ -1,14 +1,13 @@
-# One command each; `make demo` and `make test` set up what they need.
+# Commands of this repository. `make demo` and `make test` install what they need first.
 #
-#   VENV=path    environment to use (default .venv). In one that exists already only what is missing is installed: nothing is
-#                pinned, and torch is not touched. If olmo-lns is installed there from elsewhere, setup stops; REPOINT=1 lets it
-#                install this clone instead.
-#   TORCH=spec   torch to install where there is none (default torch==2.13.0). From PyPI that is a CUDA build of several GB on
-#                Linux. A CPU build has some 200 MB: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-#   PYTHON=path  interpreter for a new environment: 3.10 to 3.12 with OLMo, any from 3.10 on without.
+#   VENV=path    environment to use (default .venv). If it exists, make installs missing packages only. It pins no version and
+#                does not change torch. If it has olmo-lns from another clone, setup stops. REPOINT=1 installs this clone.
+#   TORCH=spec   torch to install if it is missing (default torch==2.13.0). On Linux, PyPI's torch is a CUDA build of several
+#                GB. A CPU build has some 200 MB: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   PYTHON=path  interpreter for a new environment: Python 3.10 to 3.12 with OLMo, 3.10 or later without.
 #   WORKERS=n    processes that run the tests (default 2, for two cores).
-#   FRAMEWORK=olmo-core   an environment for OLMo-core, which cannot be installed beside OLMo: give it another VENV.
-#   FRAMEWORK=no-olmo     an environment without OLMo, for Python 3.13 and later: give it another VENV.
+#   FRAMEWORK=olmo-core   set up OLMo-core. It cannot be installed beside OLMo, so pass another VENV.
+#   FRAMEWORK=no-olmo     set up everything but OLMo, for Python 3.13 and later. Pass another VENV.
 
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -40,8 +39,9 @@ PYTHON ?= $(shell for p in $(PYTHONS); do \
 
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
-# Python compiles a file when it first imports it: most of the 20,000 never are. Where the shell forbids it to keep what it
-# compiled, every process of the tests compiles torch and OLMo again (docs/decisions.md).
+# Most of the 20,000 installed files are never imported, so compiling them at installation is wasted. Python compiles a file at
+# its first import. If PYTHONDONTWRITEBYTECODE is set, every process of the tests compiles torch and OLMo again
+# (docs/decisions.md).
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Each worker has one thread, because two workers with two threads each compete for two cores. A worker starts with half of the
@@ -54,7 +54,7 @@ BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 setup: check-origin $(STAMP)
 
-# Where the olmo-lns of an environment was installed from; prints nothing where there is none.
+# Prints the folder from which olmo-lns was installed, or nothing if it is not installed.
 ORIGIN := import importlib.metadata as m, json; d = m.distribution("olmo-lns").read_text("direct_url.json"); \
 	print(json.loads(d)["url"].replace("file://", "") if d else "a package index")
 
@@ -119,19 +119,19 @@ test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(CORE_WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
-# What needs no OLMo, on the newest Python that there is: make test-no-olmo PYTHON=python3.13
+# The tests that do not need OLMo, on the newest Python: make test-no-olmo PYTHON=python3.13
 test-no-olmo:
 	$(MAKE) setup FRAMEWORK=no-olmo VENV=$(NO_OLMO_VENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(NO_OLMO_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 		-m "not slow and not gpu" $(ARGS)
 
-# torchtitan needs datasets before 4.8, so it has an environment of its own. TORCHTITAN_SRC=path tests a checkout.
+# torchtitan needs datasets before 4.8, so it is tested in a separate environment. TORCHTITAN_SRC=path tests a checkout.
 test-torchtitan:
 	$(MAKE) setup FRAMEWORK=torchtitan VENV=.venv-torchtitan
 	PYTHONPATH=$(TORCHTITAN_SRC) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-torchtitan/bin/python -m pytest -q -n $(WORKERS) \
 		--dist loadfile -m "$(MARK)" tests/integrations/torchtitan $(ARGS)
 
-# On a machine with a GPU; elsewhere every one of them is skipped with its reason.
+# The tests that need a GPU. Without a GPU they are skipped with the reason.
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu $(ARGS)
 
@@ -144,11 +144,11 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# Builds, looks into the wheel, installs it into bare environments and uses it there.
+# Build the wheel, check its files, install it into bare environments and use it there.
 release-check: setup
 	PY=$(PY) bash scripts/release_check.sh
 
-# The documentation site into build/site, in an environment of its own; broken links fail.
+# Build the documentation site in build/site, in a separate environment. A broken link is an error.
 docs:
 	@[ -x $(DOCS_VENV)/bin/mkdocs ] || { echo "Installing mkdocs into $(DOCS_VENV)"; $(PYTHON) -m venv $(DOCS_VENV) && \
 		$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \

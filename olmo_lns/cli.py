@@ -17,9 +17,10 @@ from olmo_lns.errors import LNSError, did_you_mean, one_line
 
 
 class Command(NamedTuple):
-    """A command. :param run: ``module:function`` in this package. :param extra: extras that it needs, comma-separated.
+    """Entry of the table of commands.
 
-    :param help: one-line description.
+    :param run: ``module:function`` in this package. :param extra: extras that the command needs, comma-separated.
+    :param help: description in one line.
     """
 
     run: str

@@ -26,7 +26,7 @@ from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, start
-from olmo_lns.study.logs import Curve, curve_of, find_logs
+from olmo_lns.study.logs import Curve, find_logs, read_curve
 from olmo_lns.text import write_whole
 
 TOKENS = 32_768  #: number of held-out tokens for a variance
@@ -62,7 +62,7 @@ def check_description(study: Study) -> None:
 def curve_so_far(run: Run, out: Path) -> Curve:
     """Read the curve of a run; empty before its first loss, and for a run that diverged."""
     with suppress(LNSConfigError):
-        return curve_of(out / run.name) or Curve()
+        return read_curve(out / run.name) or Curve()
     return Curve()
 
 

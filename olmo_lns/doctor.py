@@ -71,7 +71,7 @@ def missing_packages(extra: str) -> str:
 
 
 def examine() -> tuple[list[str], list[str]]:
-    """Return the lines of the report, the answer first, and the problems that would break a launch."""
+    """Return the lines of the report, and the problems that would stop a launch."""
     ready, rows, problems = [], [], []
     for extra, (label, *_, setting) in FRAMEWORKS.items():
         version, missing = installed(extra), missing_packages(extra)

@@ -1,4 +1,4 @@
-"""Errors of this package. Each message names the finding, the expectation and the remedy."""
+"""Errors of this package. A message has three parts: what happened, what was expected, what to do next."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ __all__ = [
 
 
 class LNSError(Exception):
-    """Base of every error raised by olmo_lns on purpose; the CLI prints it as one line."""
+    """Base class of all errors that olmo_lns raises for a user. A command prints the message in one line."""
 
 
 class LNSConfigError(LNSError, ValueError):
-    """A setting or an input that a scheme cannot honour."""
+    """Error for a setting or an input that cannot be used."""
 
 
 class UpstreamChangedError(LNSError, ImportError):
-    """A framework or Transformer Engine lacks a function that a scheme needs."""
+    """Error for a framework or Transformer Engine without a function that a scheme needs."""
 
 
 class MeasurementError(LNSError):
-    """A built model does not compute its scheme."""
+    """Error for a built model that does not compute its scheme."""
 
 
 class CheckpointMismatchError(LNSError):
-    """A checkpoint and the running configuration disagree about the scheme."""
+    """Error for a checkpoint whose scheme is not that of the run."""
 
 
 class BackendUnavailableError(LNSError, RuntimeError):
-    """A norm backend that was selected by name cannot run here."""
+    """Error for a norm backend that was selected by name, but cannot run on this machine."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """Return ``" (did you mean 'lns'?)"`` for a name near a known one, in any case; else ``""``.
+    """Suggest the most similar name: return ``" (did you mean 'lns'?)"``, or ``""`` if no name is similar.
 
-    :param spell: known name -> the text for it.
+    Upper and lower case are treated as equal.
+
+    :param known: the valid names. :param spell: function from a valid name to the text of the suggestion.
     """
     names = {str(candidate).lower(): str(candidate) for candidate in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)

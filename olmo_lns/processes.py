@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def one_process(command: str) -> None:
-    """Check that ``command`` runs in one process.
+    """Check that a command was started in one process.
 
+    :param command: name of the command, for the message.
     :raises LNSConfigError: torchrun has started several processes, which would all do the same work.
     """
     world_size = os.environ.get("WORLD_SIZE", "").strip() or "1"
@@ -29,10 +30,10 @@ def one_process(command: str) -> None:
 
 @contextmanager
 def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
-    """Hold a lock file until the block and all processes with its descriptor have ended.
+    """Lock a file until the ``with`` block and all processes that inherited its descriptor have ended.
 
     :returns: file descriptor of the lock, for child processes.
-    :raises LNSError: another process holds the lock; the message is ``problem``.
+    :raises LNSError: another process has locked the file. The message is ``problem`` with the path of the file.
     """
     with lock.open("w") as file:
         try:

@@ -1,7 +1,7 @@
-"""Every environment variable of this package; nothing else reads ``OLMO_LNS_*``.
+"""Environment variables of this package. Only this module reads ``OLMO_LNS_*``.
 
-A variable with this prefix that is not listed here may be a typing error. :func:`check` refuses it in a run with a
-scheme and in the commands of this package; :func:`warn` logs it when a framework is only imported.
+A variable with this prefix that is not in the list may be a typing error. In a run with a scheme, and in the commands
+of this package, :func:`check` raises an error for it. When a framework is only imported, :func:`warn` logs it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(name: str) -> str:
 
 
 def is_set(name: str) -> bool:
-    """Return true for a switch that is on: its value is ``1``."""
+    """Return true if the value of a variable is ``1``."""
     return read(name) == "1"
 
 

@@ -85,7 +85,7 @@ class LocalTrainer(Trainer):
 
 
 def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
-    """Wrap the model as ``cfg.distributed_strategy`` says, and initialize its parameters."""
+    """Wrap the model in DDP or FSDP, by ``cfg.distributed_strategy``, and initialize its parameters."""
 
     def allocate(module: torch.nn.Module) -> None:
         module.to_empty(device=get_default_device())  # allocates only; reset_parameters below sets the values

@@ -12,19 +12,19 @@ __all__ = ["MEASURES", "Measure"]
 
 
 class Measure(NamedTuple):
-    """One diagnostic, named without importing torch, which keeps ``--help`` fast.
+    """Description of a diagnostic. Its function is named as text, so that ``--help`` does not import torch.
 
     :param title: title in help and reports. :param function: ``module:name`` in this package.
-    :param column: the column that tables show. :param shows: name and unit of the column.
-    :param tokens: default number of tokens. :param longest: default limit of the sequence length.
+    :param column: the column that tables show. :param column_title: its name and unit, for the head of a table.
+    :param tokens: default number of tokens. :param max_sequence_length: default limit of the sequence length.
     """
 
     title: str
     function: str
     column: str
-    shows: str
+    column_title: str
     tokens: int = 65_536
-    longest: int = 2048
+    max_sequence_length: int = 2048
 
 
 MEASURES = {
@@ -42,7 +42,7 @@ MEASURES = {
     ),
     "jacobian": Measure(
         "Token-averaged Jacobian of every block", "gradients:block_jacobians",
-        "identity_distance", "distance of the Jacobian to the identity", longest=64,
+        "identity_distance", "distance of the Jacobian to the identity", max_sequence_length=64,
     ),
     "gradnorm": Measure(
         "Gradient norm per layer and part", "gradients:gradient_norms",

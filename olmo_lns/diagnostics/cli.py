@@ -75,7 +75,11 @@ def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> No
     add("--plot", type=as_path, help="also draw a figure: .png or .svg")
     add("--label", help="name of the model in figures; a study arm's name sets its colour")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
-    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {MEASURES[diagnostic].longest}")
+    add(
+        "--sequence-length",
+        type=at_least(1),
+        help=f"default: the model's, at most {MEASURES[diagnostic].max_sequence_length}",
+    )
     add("--batch-size", type=at_least(1), default=8, help="sequences per batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights; auto: as saved")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto: CUDA if there is one")
@@ -128,7 +132,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu"
     model = opened.model.to(device=device, dtype=TORCH_DTYPES.get(args.dtype))
     blocks = find_blocks(model, args.blocks)
-    length = args.sequence_length or min(measure.longest, opened.max_length)
+    length = args.sequence_length or min(measure.max_sequence_length, opened.max_length)
     if length > opened.max_length:
         raise LNSError(
             f"--sequence-length is {length}, but the model accepts at most {opened.max_length} tokens. Pass a smaller "

@@ -145,7 +145,7 @@ PARTS = {
 OTHER = "other"
 
 
-def part_of(name: str) -> str:
+def block_part(name: str) -> str:
     """Return the part of a block that has a parameter of this name: ``norm``, ``attention``, ``mlp`` or ``other``."""
     return next((part for part, pattern in PARTS.items() if pattern.search(name)), OTHER)
 
@@ -204,7 +204,7 @@ def _by_block(
     block_norms = [{name: norms[names[p]] for name, p in block.named_parameters() if p in names} for block in blocks]
     columns: dict[str, list[Any]] = {"total": [math.hypot(*by_name.values()) for by_name in block_norms]}
     for part in (*PARTS, OTHER):
-        part_norms = [[norm for name, norm in by_name.items() if part_of(name) == part] for by_name in block_norms]
+        part_norms = [[norm for name, norm in by_name.items() if block_part(name) == part] for by_name in block_norms]
         if any(part_norms):
             columns[part] = [math.hypot(*values) if values else None for values in part_norms]
     for name in [name for by_name in block_norms for name in by_name]:

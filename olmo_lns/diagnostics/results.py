@@ -140,5 +140,5 @@ def table(results: Sequence[Measurement]) -> str:
 
     columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)
     columns.index = pandas.RangeIndex(1, len(columns) + 1, name="block")
-    title = MEASURES[results[0].what].shows
+    title = MEASURES[results[0].what].column_title
     return f"{title[0].upper()}{title[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"

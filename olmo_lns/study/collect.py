@@ -9,7 +9,7 @@ import pandas as pd
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.logs import Curve, curve_of
+from olmo_lns.study.logs import Curve, read_curve
 from olmo_lns.study.planning import arm_problems, compare_arms
 from olmo_lns.text import write_whole
 
@@ -58,7 +58,7 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
     rows = []
     for run in study.runs:
         folder = out / run.name
-        curve = curve_of(folder)
+        curve = read_curve(folder)
         if curve is None and not allow_missing:
             raise LNSConfigError(
                 f"Run {run.name} is missing. No log was found in {folder}. Launch the run, or pass --allow-missing to "

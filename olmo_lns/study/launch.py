@@ -22,7 +22,7 @@ from olmo_lns.study import pack, yaml_files
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.logs import curve_of, next_log
+from olmo_lns.study.logs import next_log, read_curve
 
 DATA_HELP = "docs/data.md has the commands that make the training data and the held-out text."
 #: Number of lines shown from the log of a failed run.
@@ -145,7 +145,7 @@ def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
     for run in runs:
         if problem := difference_from_saved(run, out / run.name):
             raise LNSConfigError(f"{problem} Pass another --out, or remove the folder to start the run again.")
-        curve = curve_of(out / run.name)
+        curve = read_curve(out / run.name)
         if curve is not None and curve.is_done:
             print(f"{run.name}: done", flush=True)
         else:

@@ -80,7 +80,10 @@ class Curve:
 
     @property
     def is_done(self) -> bool:
-        """True if the loss of the last planned step is known, or if Megatron has ended; it logs no loss between."""
+        """True if the log has the loss of the last planned step, or the end of Megatron's training.
+
+        Megatron may end without a loss for the last step.
+        """
         return self.has_ended or (self.total_steps is not None and self.last >= self.total_steps)
 
     def final(self, fraction: float) -> tuple[float, int]:
@@ -242,7 +245,7 @@ def _parse_loss(text: str, step: int, printed: re.Pattern[str]) -> float:
     return loss
 
 
-def curve_of(folder: Path) -> Curve | None:
+def read_curve(folder: Path) -> Curve | None:
     """Return the losses of all attempts of a run; None without a log.
 
     A log is read up to its last complete line, because a kill may cut a number.

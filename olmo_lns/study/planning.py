@@ -40,8 +40,10 @@ def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list
 def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Check that each run is its arm, and that runs of one size and seed differ only in the settings of their arms.
 
-    :param settings: run name -> flat settings, for the runs to check; None takes all runs and their configs.
-    A difference in a setting of which it is not known whether it changes the loss is logged as a warning.
+    An engine lists the settings that change the loss. A difference in a setting that it does not list is logged as a
+    warning.
+
+    :param settings: name of a run -> its flat settings, for the runs to check. None checks the configs of all runs.
 
     :raises LNSConfigError: a run that is not its arm, or two runs that differ; the message has the key and both values.
     """
@@ -78,7 +80,7 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
         )  # fmt: skip
 
 
-def problems_of(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
+def find_problems(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     """Return the problems of a run on a number of GPUs.
 
     :param has_layout: False for a config file, for which nobody has named the number of GPUs.
@@ -189,7 +191,7 @@ def print_plan(
     for run in runs:
         label = run.name if is_description else path.name
         try:
-            found = problems_of(run, math.prod(study.layout(run)), has_layout=has_layout)
+            found = find_problems(run, math.prod(study.layout(run)), has_layout=has_layout)
             problems += [f"{label}: {problem}" for problem in found]
             loaded.append(run)
         except LNSConfigError as error:

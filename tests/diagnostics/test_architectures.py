@@ -6,7 +6,7 @@ import torch
 from support.diagnostic_models import ARCHITECTURES, LAYERS, huggingface, ids
 
 from olmo_lns.diagnostics.angular import angular_distance
-from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms, part_of
+from olmo_lns.diagnostics.gradients import block_jacobians, block_part, gradient_norms
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import block_output_variance
@@ -52,4 +52,4 @@ def test_every_diagnostic_runs(kind):
     for parts in (kinds, names):
         squares = [np.square(gradients.blocks[name]) for name in parts]
         np.testing.assert_allclose(np.sum(squares, axis=0), np.square(gradients.main), rtol=1e-6)
-    assert all(part_of(name) == "norm" for name in names if "norm" in name.lower() or "ln_" in name)
+    assert all(block_part(name) == "norm" for name in names if "norm" in name.lower() or "ln_" in name)

@@ -18,7 +18,7 @@ from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import cli, launch
 from olmo_lns.study.collect import collect
 from olmo_lns.study.describe import Study
-from olmo_lns.study.logs import curve_of, find_logs
+from olmo_lns.study.logs import find_logs, read_curve
 
 
 def description(folder, sizes="[60M]", **launch):
@@ -251,7 +251,7 @@ def test_a_study_of_megatron_is_launched_resumed_and_collected(tmp_path):
 
 
 def losses(out, name):
-    return curve_of(out / name).losses if (out / name).exists() and find_logs(out / name) else {}
+    return read_curve(out / name).losses if (out / name).exists() and find_logs(out / name) else {}
 
 
 @pytest.mark.slow

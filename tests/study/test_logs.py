@@ -9,14 +9,14 @@ import pytest
 from support.studies import megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.logs import Curve, curve_of, find_logs, next_log
+from olmo_lns.study.logs import Curve, find_logs, next_log, read_curve
 
 
 def read(folder, *texts):
     """Return the curve of attempts with these logs."""
     for number, text in enumerate(texts, start=1):
         (folder / f"attempt-{number:02d}.log").write_text(text)
-    return curve_of(folder)
+    return read_curve(folder)
 
 
 def test_a_console_log_of_megatron_has_its_losses(tmp_path):
@@ -43,7 +43,7 @@ def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, lo
     for length in (1, -2):  # inside the number, and before it
         cut = read(tmp_path, text[: text.index("2.988") + length])
         assert cut.losses == {5: 3.1} and cut.last == 5 and not cut.is_done
-    assert read(tmp_path, "Traceback\n").losses == {} and curve_of(tmp_path / "none") is None
+    assert read(tmp_path, "Traceback\n").losses == {} and read_curve(tmp_path / "none") is None
 
 
 def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_it_repeats(tmp_path):
@@ -90,7 +90,7 @@ def test_logs_by_hand_are_read_before_and_after_the_attempts_by_their_steps(tmp_
     for name, first in (("slurm-1", 1), ("attempt-01", 3), ("attempt-02", 5), ("console-10", 9), ("console-9", 7)):
         text = olmo_log({step: step for step in (first, first + 1)})
         (tmp_path / f"{name}.log").write_text(text.replace("]\n", "]\x1b[0m\n"))
-    assert curve_of(tmp_path).losses == {step: step for step in range(1, 11)}
+    assert read_curve(tmp_path).losses == {step: step for step in range(1, 11)}
 
 
 LOSSES = {step: 4 - 0.3 * step for step in range(8, 13)}

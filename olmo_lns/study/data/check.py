@@ -180,7 +180,7 @@ def _read_index(result: Data) -> int:
 
 
 def is_heldout(path: Path) -> bool:
-    """Return true for a held-out file, by the name of its folder or the start of its own name."""
+    """Return true if the name of a file, or of its folder, marks it as held-out."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 

@@ -1,7 +1,7 @@
 """The corpora of the config pack.
 
 Two corpora are built from local text: Python's library and manual, and the sources of installed packages. Tokens are
-bytes (0–255); 256 ends a document. The same Python and packages give the same files, bit for bit.
+bytes (0–255), and 256 ends a document. The files are bit for bit the same for the same Python and packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Megatron-LM engine: configs of Megatron's flags, its parser, the arguments that it prints.
 
-A config is a YAML file. A key is a flag without its dashes. ``true`` is a flag without a value, ``false`` and ``null``
-omit the flag, and a list gives several values. Megatron's ``--yaml-cfg`` reads another format; its example fails.
+A config is a YAML file. Each key is a flag without its leading dashes. ``true`` is a flag without a value, a list is a
+flag with several values, and ``false`` and ``null`` omit the flag. Megatron's ``--yaml-cfg`` reads another format.
 """
 
 from __future__ import annotations

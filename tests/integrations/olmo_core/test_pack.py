@@ -13,7 +13,7 @@ from olmo_lns.integrations.olmo_core.model import scheme_of_model
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO_CORE, olmo_core
-from olmo_lns.study.planning import arm_problems, problems_of
+from olmo_lns.study.planning import arm_problems, find_problems
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
 #: The numbers of configs/olmo, which tests/configs checks.
@@ -29,7 +29,7 @@ def _run(path):
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_config_passes_its_check_and_has_its_number_of_parameters(size, arm):
     run = _run(PACK / f"{size}-{arm}.yaml")
-    assert run.arm == arm and problems_of(run, 8) == []
+    assert run.arm == arm and find_problems(run, 8) == []
     assert OLMO_CORE.count(run.config, run.loaded) == run.shape.parameters == PARAMETERS[size]
 
 
@@ -63,7 +63,7 @@ def test_the_check_finds_a_mistake_in_a_config(old, new, message, tmp_path):
     path.write_text(text.replace(old, new))
     try:
         run = _run(path)
-        problems = " ".join(problems_of(run, 8))
+        problems = " ".join(find_problems(run, 8))
     except LNSConfigError as error:
         problems = str(error)
     assert message in problems

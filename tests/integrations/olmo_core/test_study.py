@@ -17,7 +17,7 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.collect import collect, read_results
 from olmo_lns.study.describe import Study
-from olmo_lns.study.logs import curve_of
+from olmo_lns.study.logs import read_curve
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 LOG = """\
@@ -35,10 +35,10 @@ LOG = """\
 def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
     log = tmp_path / "a.log"
     log.write_text(LOG)
-    curve = curve_of(tmp_path)
+    curve = read_curve(tmp_path)
     assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total_steps == 3
     log.write_text(LOG[: LOG.index("    train/CE loss=5.956")])  # as a kill leaves it
-    assert curve_of(tmp_path).losses == {1: 5.979}
+    assert read_curve(tmp_path).losses == {1: 5.979}
 
 
 @pytest.fixture
