@@ -70,7 +70,7 @@ def test_under_ddp_the_model_is_built_on_the_device(tmp_path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("--model.layer_norm_type=lsn", "lns_low_precision"),
+        ("--model.layer_norm_type=lsn", "did you mean 'lns'"),
         ("--steps=0", "Key 'steps' not in 'TrainConfig'"),
         ("--data.paths=[/nowhere/a.npy]", "/nowhere/a.npy"),
         ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "LNS_TEST_DATA"),

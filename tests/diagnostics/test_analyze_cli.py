@@ -158,7 +158,7 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
 def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(capsys, tmp_path, monkeypatch):
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
     assert "Expected a file that ends in .json" in fails(capsys, *command, "-o", "x.csv")
-    assert "expected a file that ends in .png or .svg" in fails(capsys, *command, "--plot", "x.jpg")
+    assert "Expected a file that ends in .png or .svg" in fails(capsys, *command, "--plot", "x.jpg")
     assert "the file missing.npy was not found" in fails(capsys, *command)
     (tmp_path / "missing.npy").write_bytes(b"\1\0" * 64)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -167,7 +167,7 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(ca
 
 def test_results_that_cannot_be_compared_are_refused_and_different_settings_named(results, tmp_path, caplog, capsys):
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
-    assert "expected one diagnostic" in fails(capsys, "compare", *mixed)
+    assert "A comparison shows one diagnostic" in fails(capsys, "compare", *mixed)
     content = json.loads(results["variance", "llama"].read_text())
     for change in ({"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}, {"more": 1}):
         (tmp_path / "part.json").write_text(json.dumps({**content, **change}))

@@ -122,7 +122,7 @@ def test_a_wrong_option_is_named(source, change, message):
 def test_a_file_that_cannot_be_read_is_refused(source, name, content, message):
     if content is not None:
         (source / name).write_bytes(content)
-    with pytest.raises(LNSConfigError, match=rf"{name}: .*(?:{message})"):
+    with pytest.raises(LNSConfigError, match=rf"{name} .*(?:{message})"):
         main(words(source, file=name))
 
 
