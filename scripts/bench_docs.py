@@ -174,7 +174,8 @@ def kernels_block(files: dict[str, dict[str, Any]]) -> str:
             blocks += [f"On {where} ({source}): {machine(report['environment'])}.", summary(report)]
             if sentences := verdicts(report):
                 blocks.append(sentences)
-    if not any(data["environment"].get("device_type") == "cuda" for data in files.values()):
+    measured = [report for data in files.values() for _, report in reports(data)]
+    if not any(report["environment"].get("device_type") == "cuda" for report in measured):
         blocks.append("**Nothing was measured on a GPU.**")
     return "\n\n".join(blocks)
 

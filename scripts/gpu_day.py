@@ -57,7 +57,7 @@ print(json.dumps({
     "torch": torch.__version__,
     "transformer_engine": found.get("transformer-engine", found.get("transformer_engine")),
     "cuda": torch.version.cuda,
-    "device_type": sys.argv[1],
+    "device_type": "cuda" if cuda and sys.argv[1] == "cuda" else "cpu",
     "device": torch.cuda.get_device_name() if cuda and sys.argv[1] == "cuda" else platform.machine() + " CPU",
     "packages": {name: found[name] for name in names if name in found},
 }))
