@@ -8,8 +8,8 @@ In the equations x is the stream, f the sub-layer, N the norm, l the number of t
 
 from __future__ import annotations
 
+from olmo_lns import arms
 from olmo_lns.schemes import Definition, Parameter, Plan, Scheme, define
-from olmo_lns.study import arms
 
 SOURCE = "none: a part of arXiv 2502.05795"
 
