@@ -1,7 +1,8 @@
 """Compare the scheme of a checkpoint, or of trained weights, with the built model.
 
 The record is the config that the framework saves: OLMo's config.yaml, Megatron's arguments, OLMo-core's and
-transformers' config.json. Each integration reads its record; all share this comparison.
+transformers' config.json. torchtitan saves none; there it is an entry in the checkpoint's index. Each integration reads
+its record; all share this comparison.
 """
 
 from __future__ import annotations
@@ -68,13 +69,20 @@ def require(model: Any, saved: Any) -> None:
 
 
 def require_same(
-    saved: Scheme | None, running: Scheme, *, source: object, setting: Callable[[Scheme], str], differing: str = ""
+    saved: Scheme | None,
+    running: Scheme,
+    *,
+    source: object,
+    setting: Callable[[Scheme], str],
+    differing: str = "",
+    says: str = "its config says",
 ) -> None:
-    """Compare a checkpoint's config with the built model, before the weights are used.
+    """Compare a checkpoint's record with the built model, before the weights are used.
 
     :param saved: scheme of the checkpoint, Pre-LN for a stock config; None if no config was saved.
     :param setting: scheme -> the option that a user types for it, such as ``--layernorm-scaling``.
     :param differing: description of another difference, such as the base norm.
+    :param says: subject and verb of the message's sentence, which the saved scheme follows.
     :raises CheckpointMismatchError: the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
 
     Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.
@@ -87,7 +95,7 @@ def require_same(
         finding = "no config beside it names the scheme of its weights"
         remedy = "Copy the config of its run beside the weights"
     else:
-        finding = f"its config says {differing or saved}"
+        finding = f"{says} {differing or saved}"
         remedy = f"Run with the checkpoint's setting ({setting(saved)})"
     message = f"{source}: {finding}, but this run has {running}."
     if settings.is_set(settings.ALLOW_MISMATCH):

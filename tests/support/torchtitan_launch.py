@@ -10,6 +10,7 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parent.parent
+HOOK = ROOT / "olmo_lns" / "integrations" / "olmo_lns_autoload.pth"
 WORDS = [
     "the",
     "norm",
@@ -70,13 +71,18 @@ def folder(path):
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    site = path / "site"
+    site.mkdir()
+    (site / "olmo_lns_autoload.pth").write_text(HOOK.read_text())
+    (site / "_olmo_lns.pth").write_text(str(ROOT))
     return path
 
 
 class Launch:
     """A started launch; several run at once.
 
-    :param installed: this package can be imported, as if it were installed. :param hooks: the reference by hooks.
+    :param installed: this package and its start-up hook are installed, as ``pip install -e`` does.
+    :param hooks: the reference by hooks.
     """
 
     def __init__(self, path, name, *options, processes=1, installed=True, hooks=False, environment=None):
@@ -84,12 +90,13 @@ class Launch:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
-        paths = [str(ROOT)] * installed + [str(SUPPORT / "torchtitan_site")]
+        paths = [str(SUPPORT / "torchtitan_site")]
         paths += [source] if (source := os.environ.get("TORCHTITAN_SRC")) else []
-        options = [*OPTIONS, "--dump_folder", str(path / name), *options]
-        options += ["--comm.mode", "fake_backend"] if processes == 1 else []
+        fake = ["--comm.mode", "fake_backend"] if processes == 1 else []
+        options = [*OPTIONS, "--dump_folder", str(path / name), *fake, *options]
         common = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "NGPU": str(processes)}
         common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        common |= {"TORCHTITAN_SITE": str(path / "site")} if installed else {}
         common |= {"TORCHTITAN_HOOKS": "1"} if hooks else {}
         common |= environment or {}
         self.processes = [

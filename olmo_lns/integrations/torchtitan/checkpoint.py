@@ -52,9 +52,12 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         running, folder = running_scheme(self), arguments["checkpoint_id"]
-        # A folder of Hugging Face's names no scheme; its weights are a stock model's.
-        saved = PRE_LN if arguments.get("from_hf") else _from_rank_zero(folder, running)
-        require_same(saved, running, source=folder, setting=_setting)
+        saved: Scheme | None
+        if arguments.get("from_hf"):  # names no scheme; the weights are a stock model's
+            saved, says = PRE_LN, "its format is Hugging Face's, which means"
+        else:
+            saved, says = _from_rank_zero(folder, running), "its index says"
+        require_same(saved, running, source=folder, setting=_setting, says=says)
         return load(self, *args, **kwargs)
 
     return wrapped
