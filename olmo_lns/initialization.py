@@ -97,7 +97,8 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     for (_, shape), group in groups.items():
         axis_of: dict[str, int | None] = {}
         for name, parameter in group:
-            results = {axis: projects(parameter, axis) for axis, size in enumerate(shape) if size == width}
+            with _of_its_own(parameter):
+                results = {axis: projects(parameter, axis) for axis, size in enumerate(shape) if size == width}
             if not all(result is None for result in results.values()):
                 axis_of[name] = next((axis for axis, result in results.items() if result), None)
                 if len(group) > _FEW:
@@ -111,15 +112,26 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
 
 
 @contextmanager
-def _multiplied(parameter: nn.Parameter, axis: int, channel: int, factor: float) -> Iterator[None]:
-    """Multiply a channel's slice of a parameter, which may share its memory with others, while the context runs."""
+def _of_its_own(parameter: nn.Parameter) -> Iterator[None]:
+    """Give a parameter, which may share its memory with others, memory of its own while the context runs."""
     value = parameter.data
     parameter.data = value.clone()
-    parameter.data.select(axis, channel).mul_(factor)
     try:
         yield
     finally:
         parameter.data = value
+
+
+@contextmanager
+def _multiplied(parameter: nn.Parameter, axis: int, channel: int, factor: float) -> Iterator[None]:
+    """Multiply a channel's slice of a parameter while the context runs."""
+    part = parameter.data.select(axis, channel)
+    value = part.clone()
+    part.mul_(factor)
+    try:
+        yield
+    finally:
+        part.copy_(value)
 
 
 @dataclass(frozen=True)
