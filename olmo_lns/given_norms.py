@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 
 from torch import nn
 
-from olmo_lns import trace
+from olmo_lns import probe, trace
 from olmo_lns.errors import LNSConfigError
 
 __all__ = ["GivenNorms", "given_norms"]
@@ -61,6 +61,7 @@ def given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) 
             f"norms in the order in which they run, from block 1: {_FORM}."
         )
     _require_pairs_of_one_module(model, pairs, names)
+    _require_no_omission(names, seen, traced)
     return GivenNorms(pairs, [_block_of(model, pair, seen - set(pair), traced, names) for pair in pairs], traced)
 
 
@@ -94,6 +95,23 @@ def _require_pairs_of_one_module(
                 f"norms=: {name} runs norms of the blocks {', '.join(map(str, numbers))}, and not all of them. Give "
                 f"the two norms of one block as a pair: {_FORM}."
             )
+
+
+def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: trace.Trace) -> None:
+    """Refuse a part of the depth. :raises LNSConfigError: a norm that ran in the place of a given one, in a sibling."""
+    places = {_place(names[norm]) for norm in given}
+    for module in traced.runs:
+        omitted = module not in given and module in names and probe.looks_like_norm(module)
+        if omitted and _place(names[module]) in places:
+            raise LNSConfigError(
+                f"norms=: {names[module]} runs as well and was not given, although norms in its place were. The factor "
+                f"of a block depends on its number in the whole depth. Give the norms of all blocks: {_FORM}."
+            )
+
+
+def _place(name: str) -> str:
+    """Return a name with ``*`` for its numbers: ``layers.*.norm1``. A name without numbers is a place by itself."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _block_of(

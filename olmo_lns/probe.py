@@ -130,11 +130,13 @@ def stream_of(output: Any) -> torch.Tensor | None:
 @contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
     """Remove these hooks when the context ends."""
-    handles = list(handles)
+    registered: list[Any] = []
     try:
+        for handle in handles:  # a generator registers them one by one, and may fail
+            registered.append(handle)
         yield
     finally:
-        for handle in handles:
+        for handle in registered:
             handle.remove()
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from typing import Any, Callable, Mapping
 
 from olmo_lns import settings, sites
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.schemes import Scheme, parse
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
+from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
 __all__ = ["record", "require", "require_fresh", "require_same"]
 
@@ -34,6 +35,15 @@ def record(model: Any) -> dict[str, Any]:
     Example: ``torch.save({"model": model.state_dict(), "lns": olmo_lns.record(model)}, path)``.
     """
     norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.sites(model)}
+    counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.sites(model))
+    for n_layers in {n_layers for _, _, n_layers in counts}:
+        expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]
+        if len({counts[site] for site in expected}) > 1:
+            raise MeasurementError(
+                f"{type(model).__name__}: each of its {n_layers} blocks was expected to have norms with a factor in "
+                f"both sub-layers, found {len(set(expected) & counts.keys())} of {len(expected)} sub-layers. A norm "
+                "or a block was replaced. Apply the scheme after the replacement."
+            )
     return {"scheme": str(sites.read_back(model)), "norms": norms}
 
 

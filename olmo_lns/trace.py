@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from olmo_lns import probe
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.response import first_output
+from olmo_lns.errors import LNSConfigError, LNSError
 
 __all__ = ["Blocks", "Trace", "find_blocks", "norms_example", "record"]
 
@@ -64,7 +63,11 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
         if torch.is_tensor(value) and probe.is_leaf(module):
             trace.shapes[module] = tuple(value.shape)
 
-    watched = members.union(module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
+    watched = [
+        module
+        for module in dict.fromkeys([*model.modules(), *members])
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
     return trace
@@ -111,7 +114,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     with_norms = {name: listed for name, listed in stacks.items() if all(map(_norm_count, listed))}
     stacks = with_norms or stacks  # between the blocks, convolutions of positions may have a list of their own
     if len(stacks) > 1:
-        stacks = _joined_stages(model, stacks) or stacks
+        stacks = _joined_stages(model, stacks, trace) or stacks
     if len(stacks) != 1:
         names = ", ".join(stacks) or "none"
         raise LNSConfigError(
@@ -194,7 +197,7 @@ def _norm_count(module: nn.Module) -> int:
     return sum(1 for child in module.modules() if probe.looks_like_norm(child))
 
 
-def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]]) -> dict[str, list[nn.Module]]:
+def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]], trace: Trace) -> dict[str, list[nn.Module]]:
     """Join the lists of the stages of one outer list, one for each of its elements; ``{}`` for other lists."""
     for outer, module in model.named_modules():
         if not isinstance(module, _LISTS):
@@ -207,25 +210,39 @@ def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]]) -> d
         has_more = any(type(inner) in kinds - {nn.Sequential} for other in others for inner in other.modules())
         is_stages = len(owners) == len(stacks) == len(set(keys)) and len({rest for _, _, rest in owners}) == 1
         if is_stages and not has_more:
-            return {outer: list(itertools.chain(*stacks.values()))}
+            first = {module: place for place, module in enumerate(trace.runs)}
+            in_order = sorted(stacks.values(), key=lambda listed: first[listed[0]])
+            return {outer: list(itertools.chain(*in_order))}
     return {}
 
 
 def _blocks_of_chunks(
     name: str, listed: list[nn.Module], lists: Mapping[str, list[nn.Module]], trace: Trace
 ) -> list[nn.Module]:
-    """Return the blocks in a list of lists: elements that hold a list of modules with two norms each are no blocks."""
+    """Return the blocks in a list of lists: elements whose norms are all in one list of blocks are no blocks.
+
+    The members of such a list have two norms each, or one for both branches.
+    """
     inner: dict[nn.Module, list[nn.Module]] = {}
     for element in listed:
         for members in lists.values():
             inside = set(element.modules()) - {element}
-            two_norms = all(_norm_count(member) >= 2 for member in members)
-            is_part = element not in inner and set(members) <= inside
-            if is_part and two_norms and _is_stack(members, trace):
+            if element in inner or not set(members) <= inside or not _is_stack(members, trace):
+                continue
+            has_all = sum(map(_norm_count, members)) == _norm_count(element)
+            if has_all and (all(_norm_count(member) >= 2 for member in members) or _is_parallel(members[0], trace)):
                 inner[element] = members
     if len(inner) < len(listed):
         return listed
     return list(itertools.chain(*inner.values()))
+
+
+def _is_parallel(module: nn.Module, trace: Trace) -> bool:
+    """Return true for a block with one norm, in front of both branches."""
+    try:
+        return len(probe.pre_ln_sites(module, trace.calls[module]).names) == 1  # type: ignore[arg-type]
+    except LNSError:
+        return False
 
 
 def _require_numbers(model: nn.Module, name: str) -> None:
@@ -246,9 +263,7 @@ def _require_whole_depth(
     :param run: runs the model, for given blocks; None for a list that was found.
     :raises LNSConfigError: the names of the similar blocks.
     """
-    kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
-    outside = {at: module for at, module in alike.items() if module in trace.runs and module not in inner}
+    outside = _similar_modules(model, blocks, trace)
     if not outside or (run is not None and _is_separate(blocks, list(outside.values()), run)):
         return
     raise LNSConfigError(
@@ -256,6 +271,29 @@ def _require_whole_depth(
         f"{', '.join(outside)}; expected all of them, since the factor of a block depends on its number in the whole "
         f"depth. Give all blocks in order, blocks=[…], or all norms: {norms_example(model, trace)}."
     )
+
+
+def _similar_modules(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> dict[str, nn.Module]:
+    """Return the modules outside of the blocks that ran and may be blocks as well.
+
+    These are modules of the blocks' classes, and modules with two norms or more of the blocks' width.
+    """
+    kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
+    widths = {call.stream.shape[-1] for block in blocks if (call := trace.calls[block]) is not None}
+    alike: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parts = set(module.modules())
+        if module in inner or any(_is_inside(name, outer) for outer in alike):
+            continue
+        if type(module) in kinds - {nn.Sequential} and module in trace.runs:
+            alike[name] = module
+            continue
+        if parts & inner:  # a module around the blocks
+            continue
+        norms = [part for part in parts if probe.looks_like_norm(part) and part in trace.runs]
+        if sum(trace.shapes.get(norm, (0,))[-1] in widths for norm in norms) > 1:
+            alike[name] = module
+    return alike
 
 
 def _require_one_stream(
@@ -312,18 +350,30 @@ def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run:
             found.extend(t.detach().clone() for t in (*args, *kwargs.values()) if torch.is_tensor(t))
 
         def change(module: nn.Module, args: Any, output: Any) -> Any:
-            return probe.replace_first(output, 2.0 * first_output(output).roll(1, -1))
+            stream = probe.stream_of(output)
+            return output if stream is None else replace_stream(output, 2.0 * stream.roll(1, -1))
 
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in group]
         with probe.hooks([*hooks, *(module.register_forward_hook(change) for module in changed)]), torch.no_grad():
             run()
         return found
 
+    outside = [part for module in outside for part in _parts_that_run(module)]
     for group, others in ((blocks, outside), (outside, blocks)):
         pairs = zip(inputs(group, []), inputs(group, others), strict=True)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
             return False
     return True
+
+
+def _parts_that_run(module: nn.Module) -> list[nn.Module]:
+    """Return a module, or for a list that is never called its elements."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return (
+        [part for child in module.children() for part in _parts_that_run(child)]
+        if isinstance(module, lists)
+        else [module]
+    )
 
 
 def norms_example(model: nn.Module, trace: Trace) -> str:

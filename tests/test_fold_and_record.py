@@ -173,3 +173,10 @@ def test_a_record_of_something_else_is_refused(running, saved, error, message):
 def test_a_value_that_is_no_record_is_refused(saved):
     with pytest.raises(LNSConfigError, match="expects the value that"):
         olmo_lns.require(kinds.Stack(), saved)
+
+
+def test_a_model_with_a_replaced_norm_has_no_record():
+    model = olmo_lns.apply(kinds.Stack(), example=X)
+    model.layers[2].n1 = nn.LayerNorm(kinds.D)
+    with pytest.raises(LNSError, match="7 of 8 sub-layers"):
+        olmo_lns.record(model)

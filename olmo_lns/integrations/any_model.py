@@ -153,16 +153,33 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients; restore the modes and the random states afterwards."""
+    """Run in eval mode without gradients; restore modes, buffers and random states afterwards.
+
+    The modes are set one by one, since a module's own ``train`` may do more, such as merging adapters.
+    """
     training = {module: module.training for module in model.modules()}
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = {
+        buffer: buffer.detach().clone()
+        for _, owned in buffers
+        for buffer in owned.values()
+        if buffer is not None and not buffer.is_meta
+    }
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    model.eval()
+    for module in training:
+        module.training = False
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for module, mode in training.items():
             module.training = mode
+        for table, owned in buffers:
+            table.update(owned)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                if buffer.shape == value.shape and not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def locate(
@@ -324,13 +341,16 @@ def structure(block: nn.Module) -> Any:
 
 
 def _left(model: nn.Module, traced: trace.Trace) -> tuple[str, ...]:
-    """Return the names of lists of blocks with norms that the example did not run, such as another tower's."""
+    """Return the names of parts with two norms or more that the example did not run, such as another tower."""
     left: list[str] = []
     for name, module in model.named_modules():
-        listed = list(module.children()) if isinstance(module, nn.ModuleList) else []
-        ran = any(child in traced.runs for member in listed for child in member.modules())
-        has_norms = len(listed) > 1 and all(any(map(probe.looks_like_norm, member.modules())) for member in listed)
-        if has_norms and not ran and not any(name.startswith(f"{outer}.") for outer in left):
+        parts = list(module.modules())
+        ran = any(part in traced.runs for part in parts)
+        if (
+            not ran
+            and sum(map(probe.looks_like_norm, parts)) > 1
+            and not any(name.startswith(f"{outer}.") for outer in left)
+        ):
             left.append(name)
     return tuple(left)
 

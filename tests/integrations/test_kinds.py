@@ -75,6 +75,18 @@ def encoder(**options):
         ),
         (lambda: kinds.stages((32, 3)), pairs("{0}.blocks.{1}.n1 {0}.blocks.{1}.n2", (0, 0), (0, 1), (0, 2)), X),
         (lambda: nn.Sequential(*(kinds.Pooled() for _ in range(4))), in_list("{0}.n1 {0}.n2"), IMAGES),
+        (
+            lambda: nn.Sequential(*(nn.Sequential(kinds.Fused(), kinds.Fused()) for _ in range(2))),
+            pairs("{0}.{1}.norm", (0, 0), (0, 1), (1, 0), (1, 1)),
+            X,
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(kinds.D, kinds.D), *(kinds.Block() for _ in range(3)), nn.LayerNorm(kinds.D)
+            ),
+            pairs("{0}.n1 {0}.n2", (1,), (2,), (3,)),
+            X,
+        ),
     ],
 )
 def test_a_model_is_found_by_itself(make, expected, x):
@@ -131,8 +143,16 @@ def test_two_towers_get_the_scheme_one_after_the_other():
 
 def test_a_part_that_the_example_does_not_run_is_named(capfd):
     olmo_lns.apply(model := kinds.Towers(), example=lambda model: model.text(X))
-    assert "does not run it: image.layers" in capfd.readouterr().err
+    assert "does not run it: image\n" in capfd.readouterr().err
     assert {name.partition(".")[0] for name, _, _ in sites.sites(model)} == {"text"}
+
+
+def test_buffers_and_what_a_change_of_mode_does_stay_as_they_were():
+    model = kinds.Stack(kinds.Counting)
+    state = copy.deepcopy(model.state_dict())
+    olmo_lns.apply(model, example=X)
+    assert model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def shifted(model):
@@ -166,6 +186,41 @@ REFUSED = {
         "similar blocks outside",
     ),
     "one stage": (lambda: kinds.stages((32, 2), (48, 3)), {"blocks": lambda m: m[1].blocks}, "similar blocks outside"),
+    "a block of another class in front": (lambda: kinds.Mixed(kinds.Other), {}, "similar blocks outside of it: first"),
+    "a block of another class behind": (lambda: kinds.Mixed(after=kinds.Other), {}, "similar blocks outside"),
+    "a second list that is another's": (
+        lambda: kinds.Mixed(after=kinds.Listed),
+        {"blocks": lambda m: m.layers},
+        "similar blocks outside",
+    ),
+    "a second list in another order": (lambda: kinds.Mixed(after=lambda: kinds.Listed((1, 0))), {}, "similar blocks"),
+    "a second list that runs in part twice": (
+        lambda: kinds.Mixed(after=lambda: kinds.Listed((0, 1, 1))),
+        {},
+        "similar",
+    ),
+    "groups of a list and a block": (
+        lambda: nn.Sequential(*(kinds.Group(kinds.Other) for _ in range(2))),
+        {},
+        "norms read the stream",
+    ),
+    "a model in a Sequential with another block": (
+        lambda: nn.Sequential(
+            nn.Linear(kinds.D, kinds.D), kinds.Other(), kinds.Block(), kinds.Block(), nn.LayerNorm(kinds.D)
+        ),
+        {},
+        "similar blocks",
+    ),
+    "norms of a part of the blocks": (
+        kinds.Stack,
+        {"norms": lambda m: [(b.n1, b.n2) for b in m.layers[1:]]},
+        "not given",
+    ),
+    "norms of pairs without a module": (
+        kinds.Pairs,
+        {"norms": lambda m: [(a.norm, f.norm) for a, f in m.layers[:2]]},
+        "not given",
+    ),
     "three of four attributes": (
         kinds.Attributes,
         {"blocks": lambda m: list(m.children())[:3]},

@@ -316,3 +316,71 @@ class Attributes(nn.Module):
 
     def forward(self, x):
         return self.b3(self.b2(self.b1(self.b0(x))))
+
+
+class Other(Block):
+    """A block of another class."""
+
+
+class Mixed(nn.Module):
+    """Blocks in and outside of a list. :param before, after: make the blocks outside."""
+
+    def __init__(self, before=None, after=None):
+        super().__init__()
+        self.first = before() if before else nn.Identity()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.last = after() if after else nn.Identity()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.layers:
+            x = block(x)
+        return self.last(x)
+
+
+class Listed(nn.Module):
+    """A second list of blocks, which take and return a dict, or run in another order."""
+
+    def __init__(self, order=(0, 1)):
+        super().__init__()
+        self.upper, self.order = nn.ModuleList([Other(), Other()]), order
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.upper[index](x)
+        return x
+
+
+class Group(nn.Module):
+    """Blocks of two kinds, as local and global attention. :param make: makes the block beside the list."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.local, self.other = nn.ModuleList([Block(), Block()]), make()
+
+    def forward(self, x):
+        for block in self.local:
+            x = block(x)
+        return self.other(x)
+
+
+class Merging(nn.Linear):
+    """Merges an adapter in ``eval``, as loralib's."""
+
+    def train(self, mode=True):
+        with torch.no_grad():
+            self.weight.add_(0.0 if mode == self.training else 1.0 if not mode else -1.0)
+        return super().train(mode)
+
+
+class Counting(Block):
+    """Counts its runs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+        self.merging = Merging(D, D)
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x)
