@@ -109,7 +109,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     stock = model if opened.scheme.is_pre_ln else fold(model, dtype)
     for parameter in stock.parameters():  # buffers, such as rotary frequencies, keep their dtype
         parameter.data = parameter.data.to(dtype or parameter.dtype)
-    return replace(opened, model=stock, scheme=PRE_LN, config=settings(stock))
+    return replace(opened, model=stock, format=HF, scheme=PRE_LN, config=settings(stock))
 
 
 def vocabulary(model: nn.Module) -> int:
