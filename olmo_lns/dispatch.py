@@ -208,25 +208,38 @@ def _make_plain(model: Any, blocks: Any, example: Any) -> None:
             f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
             "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
         )
-    is_new = not any(True for _ in initialization.marked(model))
-    if is_new:
-        if any(True for _ in sites.sites(model)):
-            raise LNSConfigError(
-                f"{type(model).__name__}: its norms were given by norms=, and no blocks were found whose residual "
-                "output projections could be measured. Draw these weights like all others, without a depth factor."
-            )
-        any_model.require_unwrapped(model)
-        if "transformers.modeling_utils" in modules:
-            from olmo_lns.integrations.transformers.models import locate
-
-            located = locate(model, example, blocks)
-        else:
-            blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None else blocks
-            located = any_model.locate(model, example, blocks)
-        initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
-    if is_new and any(map(is_absent, model.parameters())):
-        line = "plain initialization: projections found; call it again in every process once the weights are drawn"
-    else:
+    is_marked = any(True for _ in initialization.marked(model))
+    if is_marked and blocks is None and example is None:  # it may be sharded by now
         line = initialization.make_plain(model)
+    else:
+        line = _locate_and_make_plain(model, blocks, example, is_marked=is_marked)
     if os.environ.get("RANK", "0") == "0":
         write_line(line)
+
+
+def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: bool) -> str:
+    """Find the projections of a model, or of one of its towers, and remove their depth factor; return the line."""
+    if not is_marked and any(sites.sites(model)):
+        raise LNSConfigError(
+            f"{type(model).__name__}: its norms were given by norms=, and no blocks were found whose residual "
+            "output projections could be measured. Draw these weights like all others, without a depth factor."
+        )
+    any_model.require_unwrapped(model)
+    modules = [base.__module__ for base in type(model).__mro__]
+    if "transformers.modeling_utils" in modules:
+        from olmo_lns.integrations.transformers.models import locate
+
+        located = locate(model, example, blocks)
+    else:
+        blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None else blocks
+        located = any_model.locate(model, example, blocks)
+    found = nn.ModuleList(located.blocks_of(model))
+    initialization.mark(list(found), located.projections, located.norms_of(model))
+    if any(map(is_absent, model.parameters())):
+        return "plain initialization: projections found; call it again in every process once the weights are drawn"
+    try:
+        return initialization.make_plain(model if not is_marked else found)
+    except LNSError:
+        if not is_marked:
+            initialization.unmark(model)
+        raise

@@ -32,6 +32,7 @@ __all__ = [
     "measure",
     "residual_projections",
     "trained_norm",
+    "unmark",
 ]
 
 #: A matrix of fewer elements is not measured: its standard deviation is too uncertain.
@@ -183,6 +184,13 @@ def mark(
             path, _, own_name = name.rpartition(".")
             matrix = Matrix(name, number, len(blocks), (fan_in, shape[axis]), name in axes)
             vars(block.get_submodule(path)).setdefault("lns_matrices", {})[own_name] = matrix
+
+
+def unmark(model: nn.Module) -> None:
+    """Remove what :func:`mark` recorded."""
+    for module in model.modules():
+        for name in ("lns_matrices", "lns_norm"):
+            vars(module).pop(name, None)
 
 
 def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:

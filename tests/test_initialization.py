@@ -456,3 +456,32 @@ def test_gains_that_are_equal_in_a_norm_and_differ_between_blocks_hold_a_factor(
             block.n1.weight.mul_(number**-0.5)
     with pytest.raises(CheckpointMismatchError, match="its norm .*n1 are not at their start"):
         olmo_lns.apply(model)
+
+
+def test_a_refusal_leaves_no_marks():
+    model = wide(wang)
+    with pytest.raises(LNSConfigError):
+        olmo_lns.plain_initialization(model)
+    assert not any({"lns_matrices", "lns_norm"} & vars(module).keys() for module in model.modules())
+
+
+def test_a_second_tower_is_made_plain_by_its_own_example():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = wide(nanogpt), wide(nanogpt)
+
+    model = Towers()
+    for tower in ("one", "two"):
+        olmo_lns.plain_initialization(model, example=lambda model, tower=tower: getattr(model, tower)(IDS))
+    for tower in (model.one, model.two):
+        *projections, _ = stds(tower)
+        assert all(0.017 < std < 0.023 for each in projections for std in each)
+
+
+def test_a_weight_that_two_blocks_share_is_multiplied_once():
+    model = wide(nanogpt)
+    model.layers["3"].down.weight = model.layers["2"].down.weight
+    expected = 4.0 * model.layers["2"].down.weight.detach()  # sqrt(2 * 8 blocks)
+    olmo_lns.plain_initialization(model)
+    torch.testing.assert_close(model.layers["2"].down.weight.detach(), expected)
