@@ -53,7 +53,11 @@ def test_arms_differ_in_the_block_only():
         ("d_model: 512", "d_modle: 512", "The config has no key 'model.d_model'"),
         ("init_method: normal", "init_method: llama_depth", "model.init_method is 'llama_depth', but arm 'lns'"),
         ("exponent: 0.5", "exponent: 0.25", "but arm 'lns' needs 'lns'"),
-        ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "must be a multiple of the sequence length, 4096"),
+        (
+            "rank_microbatch_size: 32768",
+            "rank_microbatch_size: 30000",
+            "must be a multiple of the sequence length, 4096",
+        ),
     ],
 )
 def test_the_check_finds_a_mistake_in_a_config(old, new, message, tmp_path):
