@@ -53,7 +53,8 @@ def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, o
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("lns_rsm", "Invalid value 'lns_rsm', expected one of [default, low_precision, rms, lns, lns_rms"),
+        ("lns_rsm", "unknown norm type (did you mean 'lns_rms'?)"),
+        ("xyz", "Invalid value 'xyz', expected one of [default, low_precision, rms, lns, lns_rms"),
         ("lns:exponant=0.25", "unknown parameter 'exponant' (did you mean 'exponent'?)"),
         ("rms:exponent=0.25", "Invalid value 'rms:exponent=0.25'"),
     ],
