@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from typing import Any, Callable, Mapping
 
-from olmo_lns import settings, sites
+from olmo_lns import settings
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
@@ -34,6 +34,8 @@ def record(model: Any) -> dict[str, Any]:
 
     Example: ``torch.save({"model": model.state_dict(), "lns": olmo_lns.record(model)}, path)``.
     """
+    from olmo_lns import sites  # imports torch, so only on use
+
     norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.sites(model)}
     counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.sites(model))
     for n_layers in {n_layers for _, _, n_layers in counts}:
@@ -56,6 +58,8 @@ def require(model: Any, saved: Any) -> None:
 
     Example: ``olmo_lns.require(model, checkpoint["lns"])``, then ``model.load_state_dict(checkpoint["model"])``.
     """
+    from olmo_lns import sites
+
     if not isinstance(saved, Mapping) or not {"scheme", "norms"} <= saved.keys():
         raise LNSConfigError(
             f"require() found {saved!r:.80} as a checkpoint's record. It expects the value that olmo_lns.record(model) "
