@@ -278,6 +278,6 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path):
         assert begun + 10 <= max(losses(out, "s-lns-s1")) < 40
     # A run that outlived a SIGKILLed launcher holds the study's lock until it ends.
     while not (process := start(out)).join(timeout=900) and process.exitcode:
-        assert "another launch" in (tmp_path / "printed").read_text()
+        assert "Another launch" in (tmp_path / "printed").read_text()
         time.sleep(1)
     assert losses(out, "s-lns-s1") == losses(whole, "s-lns-s1")
