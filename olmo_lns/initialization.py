@@ -294,10 +294,10 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
         return "plain initialization: scaled initialization was off, nothing changed"
     # A depth factor by block is unmistakable in any matrix; a constant one is a user's own choice elsewhere.
     changed = found.scaled if found.rule == "sqrt(2l)" else {matrix.name for matrix in found.projections}
-    done: set[int] = set()  # a weight may be tied to another block's
+    done: dict[int, torch.Tensor] = {}  # a weight may be tied to another block's
     for matrix, parameter in marked(model):
         if matrix.name in changed and id(parameter) not in done:
-            done.add(id(parameter))
+            done[id(parameter)] = parameter  # kept alive, so that its id is not reused
             _multiply(parameter, matrix.factor(found.rule))
     before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
     after = {matrix: std * matrix.factor(found.rule) for matrix, std in before.items()}
