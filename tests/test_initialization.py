@@ -345,7 +345,8 @@ def sharded(rank, world, folder, kind):
         fully_shard(block)
     fully_shard(model)
     draw(model.to_empty(device="cpu"), {"nanogpt": nanogpt, "open_lm": open_lm}[kind])
-    before = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+    # A copy waits for the gathering, which reads the shards.
+    before = {name: weight.full_tensor().clone() for name, weight in model.state_dict().items()}
     olmo_lns.plain_initialization(model)
     for name, weight in model.state_dict().items():
         block = int(name.split(".")[1]) if name.startswith("layers.") else 0
