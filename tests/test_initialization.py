@@ -345,9 +345,10 @@ def sharded(rank, world, folder, kind):
         fully_shard(block)
     fully_shard(model)
     draw(model.to_empty(device="cpu"), {"nanogpt": nanogpt, "open_lm": open_lm}[kind])
-    # A copy waits for the gathering, which reads the shards.
-    before = {name: weight.full_tensor().clone() for name, weight in model.state_dict().items()}
-    dist.barrier()
+    for name, parameter in model.named_parameters():
+        if not name.startswith("layers."):  # empty memory may hold NaN, which equals nothing
+            nn.init.ones_(parameter)
+    before = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
     olmo_lns.plain_initialization(model)
     for name, weight in model.state_dict().items():
         block = int(name.split(".")[1]) if name.startswith("layers.") else 0
@@ -358,7 +359,6 @@ def sharded(rank, world, folder, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # not every run agrees on a CPU with gloo; the cause is not known
 @pytest.mark.parametrize("kind", ["nanogpt", "open_lm"])
 def test_two_processes_make_their_shards_plain(kind, tmp_path):
     torch.multiprocessing.spawn(sharded, (2, tmp_path, kind), nprocs=2)
