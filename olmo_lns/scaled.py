@@ -1,9 +1,9 @@
 """Classes of modules with a factor: multiply the output of a module in place, and measure it.
 
 A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
-``isinstance`` checks do not change. An integration derives one class for each norm of known arithmetic (the factor is
-folded into gain and bias); :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to
-the second if the first does not compute the factor times the framework's output.
+``isinstance`` checks do not change. :class:`FoldedNorm` is for a norm of known arithmetic, with the factor in gain and
+bias; :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to the second if the first
+does not compute the factor times the framework's output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 
 from olmo_lns.errors import MeasurementError
-from olmo_lns.norm import choose_backend
+from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
 from olmo_lns.response import Response, response
 from olmo_lns.schemes import Plan
 
@@ -81,6 +81,19 @@ class ScaledOutput(Scaled):
         return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
 
 
+class FoldedNorm(Scaled):
+    """A norm of known arithmetic, with the factor in its gain and bias."""
+
+    lns_arithmetic: NormArithmetic
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Return ``lns_scale * Norm(x)`` for the only input x of shape (..., width), whatever its argument's name."""
+        (x,) = (*inputs, *named_inputs.values())
+        if isinstance(x, self.lns_arithmetic.multiplied):
+            return _times(super().forward(x), self.lns_factor)  # type: ignore[misc]
+        return scaled_norm(self, x, self.lns_arithmetic, self.lns_factor, self.lns_backend)
+
+
 class ScaledForward:
     """The forward of a module instance, times the module's factor."""
 
@@ -129,7 +142,8 @@ def scale(
     where: object,
     width: int,
     shape: tuple[int, ...] = (),
-    folded: type | None = None,
+    arithmetic: NormArithmetic | None = None,
+    mixin: type[Scaled] | None = None,
     form: Plan = Scaled.lns_form,
     field: str = Scaled.lns_field,
     respond: Callable[[Any], Response] | None = None,
@@ -138,8 +152,9 @@ def scale(
 
     :param where: site of the module, for the message. :param width: the hidden size.
     :param shape: shape of an input that the module saw, for norms that do not take rows of ``width`` channels.
-    :param folded: mixin with the factor in its arithmetic, for a known class of ``module``. It is used if the module's
-        forward is not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
+    :param arithmetic: that of a norm whose class is known. The factor is in gain and bias if the module's forward is
+        not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
+    :param mixin: another class than :class:`FoldedNorm` with the factor in its arithmetic. It is used likewise.
     :param form: the plan without this factor. :param field: the factor's name in the plan.
     :param respond: measures the module; default :func:`olmo_lns.response.response`, which expects a norm.
     :raises MeasurementError: neither way gives ``factor`` times the output before. The module is left unchanged.
@@ -155,10 +170,14 @@ def scale(
             f"{where} ({stock.__name__}): found a module that does not take rows of {width} channels "
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
-    calls_forward = getattr(folded, "lns_calls_forward", False)
-    plain = "forward" not in vars(module) and (calls_forward or (is_plain(stock) and _has_same_arity(stock, folded)))
-    for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
+    mixins: list[type[Scaled]] = [ScaledOutput]
+    mixin = FoldedNorm if arithmetic is not None else mixin
+    if mixin is not None and "forward" not in vars(module) and (mixin.lns_calls_forward or _takes_one_input(stock)):
+        mixins.insert(0, mixin)
+    for mixin in mixins:
         set_kind(module, derived(mixin, stock), factor, form=form, field=field)
+        if mixin is FoldedNorm:
+            module.lns_arithmetic = arithmetic
         replaced = vars(module).get("forward")
         if replaced is not None:
             module.forward = ScaledForward(module, replaced)
@@ -199,10 +218,9 @@ def restore_class(module: Any, stock: type, forward: Any) -> None:
         del hooks[key]
 
 
-def _has_same_arity(stock: Any, folded: Any) -> bool:
-    """Return true if a folded forward has as many arguments as the framework's own."""
-    counts = {len(inspect.signature(kind.forward).parameters) for kind in (stock, folded) if kind is not None}
-    return len(counts) == 1
+def _takes_one_input(stock: Any) -> bool:
+    """Return true if a class has a plain forward with one argument beside ``self``."""
+    return is_plain(stock) and len(inspect.signature(stock.forward).parameters) == 2
 
 
 def is_plain(stock: type) -> bool:

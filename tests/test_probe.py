@@ -13,7 +13,7 @@ D = 32
 
 def test_a_norm_without_what_its_mixin_reads_has_its_output_multiplied():
     norm, misread = nn.RMSNorm(D), {"forward": lambda self, x: x * self.variance_epsilon}
-    scale(norm, 0.5, where="a", width=D, folded=type("Misread", (Scaled,), misread))
+    scale(norm, 0.5, where="a", width=D, mixin=type("Misread", (Scaled,), misread))
     assert isinstance(norm, ScaledOutput)
     with pytest.raises(MeasurementError, match="rows of 16"):
         scale(nn.RMSNorm(D), 0.5, where="a", width=16)
@@ -50,7 +50,7 @@ class Asked(Scaled):
 @pytest.mark.parametrize("kind", [Stale, Clamped, MayAdd])
 def test_a_norm_that_computes_otherwise_than_is_known_has_its_output_multiplied(kind):
     norm, stock = kind(), kind()
-    scale(norm, 0.5, where="a", width=D, folded=Asked)
+    scale(norm, 0.5, where="a", width=D, mixin=Asked)
     assert isinstance(norm, ScaledOutput)
     x = torch.randn(4, D, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-3], [1.0], [1.0], [3e4]])
     torch.testing.assert_close(norm(x), 0.5 * stock(x))
@@ -65,5 +65,5 @@ class Promoting(Scaled):
 
 def test_a_mixin_with_another_output_dtype_is_not_used():
     norm = nn.LayerNorm(D, dtype=torch.bfloat16)
-    scale(norm, 0.5, where="a", width=D, folded=Promoting)
+    scale(norm, 0.5, where="a", width=D, mixin=Promoting)
     assert isinstance(norm, ScaledOutput) and norm(torch.ones(2, D, dtype=torch.bfloat16)).dtype is torch.bfloat16

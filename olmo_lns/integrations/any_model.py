@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from olmo_lns import given_norms, initialization, probe, records, shadow, sites, start_up, trace
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
+from olmo_lns.norm import NormArithmetic
 from olmo_lns.response import first_output, response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
-#: Norm -> the mixin for its arithmetic, None if that is unknown.
-Folded = Callable[[nn.Module], "type | None"]
+#: Norm -> its arithmetic, None if that is unknown.
+ArithmeticOf = Callable[[nn.Module], NormArithmetic | None]
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
 _WRAPPERS = {
@@ -188,7 +189,7 @@ def locate(
     blocks: Sequence[nn.Module] | None = None,
     norms: Sequence[Any] | None = None,
     *,
-    folded: Folded = lambda norm: None,
+    arithmetic_of: ArithmeticOf = lambda norm: None,
 ) -> Located:
     """Find the norms of a model: run the model once, then one block of each structure repeatedly.
 
@@ -197,7 +198,7 @@ def locate(
     :param example: as for :func:`olmo_lns.apply`.
     :param blocks: the blocks, if they are known.
     :param norms: pairs of norms, or one shared norm, in order from block 1, if the owner of the model gives them.
-    :param folded: as in :func:`attach`.
+    :param arithmetic_of: as in :func:`attach`.
     :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
     """
     blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
@@ -214,7 +215,7 @@ def locate(
 
             blocks, norms = tree_map_only(nn.Module, same, (blocks, norms), is_leaf=_is_module)
             model, example = copied, shadow.to_device(example, device)
-        return _locate(model, forward(model, example), blocks, norms, weights, folded)
+        return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
 
 
 def _is_module(value: Any) -> bool:
@@ -227,7 +228,7 @@ def _locate(
     blocks: Sequence[nn.Module] | None,
     norms: Sequence[Any] | None,
     weights: shadow.RandomWeights,
-    folded: Folded,
+    arithmetic_of: ArithmeticOf,
 ) -> Located:
     names = {module: name for name, module in model.named_modules()}
     with undisturbed(model):
@@ -240,7 +241,7 @@ def _locate(
             found, pairs, stack = trace.Blocks("", [], given.trace), [*given.pairs], given.blocks
         advice = "" if norms else f"Or give its norms: {trace.norms_example(model, found.trace)}."
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
-        hooked = [name for block, each in probes for name in _norms_to_hook(block, each, folded)]
+        hooked = [name for block, each in probes for name in _norms_to_hook(block, each, arithmetic_of)]
     _require_one_run(names, block_norms, found.trace)
     everything = [names[norm] for each in block_norms for norm in each]
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
@@ -358,14 +359,14 @@ def _left(model: nn.Module, traced: trace.Trace) -> tuple[str, ...]:
 # --- code that computes past a norm where there is no hook ----------------------------------------------------------
 
 
-def _norms_to_hook(block: nn.Module, found: probe.BlockSites, folded: Folded) -> tuple[str, ...]:
+def _norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf) -> tuple[str, ...]:
     """Return the names of the norms that need a hook: without one, the scaled block differs from the hooked one.
 
     :raises MeasurementError: with it, the block still differs.
     """
-    if not _differences(block, found, folded, hooked=False):
+    if not _differences(block, found, arithmetic_of, hooked=False):
         return ()
-    if modes := _differences(block, found, folded, hooked=True):
+    if modes := _differences(block, found, arithmetic_of, hooked=True):
         raise MeasurementError(
             f"{type(block).__name__} computes something else than its norms {' and '.join(found.names)} give "
             f"{modes[0]}, where no hook is registered: it reads their weights past their forward. Switch that fused "
@@ -374,7 +375,7 @@ def _norms_to_hook(block: nn.Module, found: probe.BlockSites, folded: Folded) ->
     return found.names
 
 
-def _differences(block: nn.Module, found: probe.BlockSites, folded: Folded, *, hooked: bool) -> list[str]:
+def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf, *, hooked: bool) -> list[str]:
     """Return the modes in which a copy of the scaled block differs from a copy with hooks on its norms."""
     replay, factor, differing = found.replay, 0.5, []
     reference, scaled_copy = (probe.random_copy(block, replay.block, dtype=replay.dtype) for _ in range(2))
@@ -386,7 +387,7 @@ def _differences(block: nn.Module, found: probe.BlockSites, folded: Folded, *, h
         )
         norm = scaled_copy.get_submodule(name)
         shape = tuple(replay.call.stream.shape)
-        scale(norm, factor, where=name, width=shape[-1], shape=shape, folded=folded(norm))
+        scale(norm, factor, where=name, width=shape[-1], shape=shape, arithmetic=arithmetic_of(norm))
         if hooked:
             forbid_fused_kernels(norm)
     for trains, grad in itertools.product((False, True), (False, True)):
@@ -407,13 +408,13 @@ def attach(
     model: nn.Module,
     located: Located,
     scheme: Scheme,
-    folded: Folded = lambda norm: None,
+    arithmetic_of: ArithmeticOf = lambda norm: None,
     *,
     trained: bool | None = None,
 ) -> list[str]:
     """Scale the located norms, or measure them again if they have the scheme.
 
-    :param folded: norm -> the mixin for its arithmetic, None if that is unknown.
+    :param arithmetic_of: norm -> its arithmetic, None if that is unknown.
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: the measured parts.
     :raises CheckpointMismatchError: the weights were trained without a factor.
@@ -451,7 +452,7 @@ def attach(
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
                 sites.attach(norm, *norm_sites)
-                scale(norm, factors.pop(), where=where, width=width, shape=shape, folded=folded(norm))
+                scale(norm, factors.pop(), where=where, width=width, shape=shape, arithmetic=arithmetic_of(norm))
                 if name in located.hooked:
                     forbid_fused_kernels(norm)
         sites.check(nn.ModuleList(norms.values()), scheme, n_layers)

@@ -14,10 +14,9 @@ from support import norm_reference as reference
 
 from olmo_lns import lns_scale
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo.block import FoldedRMSNorm
-from olmo_lns.integrations.transformers.norms import folded
-from olmo_lns.norm import rms_norm
-from olmo_lns.scaled import scale
+from olmo_lns.integrations.transformers.norms import arithmetic_of
+from olmo_lns.norm import NormArithmetic, rms_norm
+from olmo_lns.scaled import FoldedNorm, scale
 
 EPS = 1e-6
 SCALE = lns_scale(7)
@@ -133,9 +132,9 @@ def test_under_autocast_a_scaled_norm_has_the_dtype_and_values_of_the_stock_one(
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     stock = {"OLMo": stock_rms(FP32), "Llama": llama.LlamaRMSNorm(WIDTH), "torch": torch.nn.LayerNorm(WIDTH)}[kind]
     scaled, x = copy.deepcopy(stock), torch.randn(4, 33, WIDTH).to(x_dtype)
-    mixin = FoldedRMSNorm if kind == "OLMo" else folded(scaled)
-    scale(scaled, SCALE, where="", width=WIDTH, folded=mixin)
-    assert isinstance(scaled, mixin)
+    arithmetic = NormArithmetic() if kind == "OLMo" else arithmetic_of(scaled)
+    scale(scaled, SCALE, where="", width=WIDTH, arithmetic=arithmetic)
+    assert isinstance(scaled, FoldedNorm)
     with torch.autocast("cpu", dtype=BF16):
         theirs, ours = stock(x), scaled(x)
     assert ours.dtype == theirs.dtype and reference.relative_error(ours, theirs * SCALE) < torch.finfo(x_dtype).eps

@@ -3,7 +3,7 @@
 - :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
   Right for a forward that reads each once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
   standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
-- :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
+- :class:`olmo_lns.scaled.FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
 :func:`olmo_lns.scaled.scale` multiplies the module's output instead if the folded norm measures a wrong output.
 """
@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from typing import Any, Iterator
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from olmo_lns import scaled
-from olmo_lns.norm import layer_norm, rms_norm
+from olmo_lns.norm import DtypeRule, NormArithmetic
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.response import Response, first_output
 from olmo_lns.scaled import Scaled, ScaledOutput
@@ -49,34 +48,23 @@ class FoldedFused(Scaled):
                 attributes.update({name: saved[name]} if name in saved else {})
 
 
-class FoldedNorm(Scaled):
-    """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        norm_class: Any = type(self)
-        names, y = _names(norm_class), x
-        if "transformer_engine" in names and weight is not None:
-            # TE computes in the dtype of the parameters or of autocast.
-            device = x.device.type
-            y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
-        dtype, eps = y.dtype, getattr(self, "eps", None)
-        eps = torch.finfo(dtype).eps if eps is None else float(eps)
-        centered = bool(getattr(self, "zero_centered_gamma", False))
-        options: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
-        if "RMSNorm" in names:
-            y = rms_norm(y, weight, eps, self.lns_factor, **options)
-        else:
-            y = layer_norm(y, weight, bias, eps, self.lns_factor, **options)
-        return (y.to(dtype), x) if "TEFusedResidualRMSNorm" in names else y.to(dtype)
-
-
-@functools.cache
-def _names(norm_class: type) -> frozenset[str]:
-    """Return the names of a class and its bases, with those of their packages and modules."""
-    modules = {base.__module__ for base in norm_class.__mro__}
-    packages = {module.partition(".")[0] for module in modules}
-    return frozenset({base.__name__ for base in norm_class.__mro__} | modules | packages)
+def arithmetic_of(norm: nn.Module) -> NormArithmetic | None:
+    """Return the arithmetic of a standalone norm of torch or TE, or None."""
+    norm_class: Any = type(norm)
+    if norm_class is nn.LayerNorm:
+        return NormArithmetic(subtracts_mean=True)
+    if norm_class is nn.RMSNorm:
+        return NormArithmetic(dtypes=DtypeRule.INPUT)
+    names = {base.__name__ for base in norm_class.__mro__}
+    of_te = "transformer_engine" in {base.__module__.partition(".")[0] for base in norm_class.__mro__}
+    with_residual = "TEFusedResidualRMSNorm" in names
+    if not (with_residual or (of_te and names & {"RMSNorm", "LayerNorm"})):
+        return None
+    return NormArithmetic(
+        subtracts_mean="RMSNorm" not in names,
+        dtypes=DtypeRule.WEIGHT if of_te else DtypeRule.INPUT,
+        returns_input=with_residual,
+    )
 
 
 def is_fused(module: object) -> bool:
@@ -92,15 +80,15 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 
     Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
-    kind: Any = type(module)
-    names = _names(kind)
-    folded: type | None = None
-    te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
-    if is_fused(module):
-        folded = FoldedFused
-    elif te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm):
-        folded = FoldedNorm
-    scaled.scale(module, factor, where=where, width=width, folded=folded, respond=lambda m: respond(m, width))
+    scaled.scale(
+        module,
+        factor,
+        where=where,
+        width=width,
+        arithmetic=None if is_fused(module) else arithmetic_of(module),
+        mixin=FoldedFused if is_fused(module) else None,
+        respond=lambda norm: respond(norm, width),
+    )
 
 
 def respond(module: nn.Module, width: int) -> Response:

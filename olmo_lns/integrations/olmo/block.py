@@ -11,7 +11,6 @@ subclass of its own class, so ``get_param_groups`` recognises norms, and no para
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -21,8 +20,8 @@ from torch import nn
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.norm import layer_norm, rms_norm
-from olmo_lns.scaled import Derived, Scaled, derived, scale
+from olmo_lns.norm import DtypeRule, NormArithmetic
+from olmo_lns.scaled import Derived, derived, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 from olmo_lns.sites import Site
 
@@ -172,23 +171,11 @@ def _rows_of_v(block: Any) -> torch.Tensor:
     return weight[max(0, total - rows * width - first) :]
 
 
-class FoldedRMSNorm(Scaled):
-    """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias, backend=self.lns_backend)
-
-
-class FoldedLayerNorm(Scaled):
-    """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        if self.low_precision:
-            x = self._cast_if_autocast_enabled(x)
-            weight, bias = (None if t is None else self._cast_if_autocast_enabled(t) for t in (weight, bias))
-        with torch.autocast(enabled=False, device_type=x.device.type) if self.low_precision else nullcontext():
-            return layer_norm(x, weight, bias, self.eps, self.lns_factor, backend=self.lns_backend)
+def _arithmetic_of(norm: Any) -> NormArithmetic:
+    """Return the arithmetic of OLMo's ``RMSLayerNorm``, or that of its ``LayerNorm``."""
+    if not hasattr(norm, "low_precision"):
+        return NormArithmetic()
+    return NormArithmetic(subtracts_mean=True, dtypes=DtypeRule.AUTOCAST if norm.low_precision else DtypeRule.TORCH)
 
 
 class Grouped(Derived):
@@ -270,8 +257,8 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
     if scheme.keeps_forward(config.n_layers):
         for site in block_sites:
             norm = getattr(block, f"{site.sub_layer}_norm")
-            folded = FoldedLayerNorm if hasattr(norm, "low_precision") else FoldedRMSNorm
-            scale(norm, site.plan.norm_scale, where=site, width=config.d_model, folded=folded)
+            width, arithmetic = config.d_model, _arithmetic_of(norm)
+            scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
             sites.attach(norm, site)
         return
     sites.attach(block, *block_sites)

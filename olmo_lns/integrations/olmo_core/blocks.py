@@ -16,7 +16,7 @@ from olmo_core.nn.transformer.config import TransformerBlockConfig
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.integrations.olmo_core.norms import folded
+from olmo_lns.integrations.olmo_core.norms import arithmetic_of
 from olmo_lns.scaled import scale
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 from olmo_lns.sites import Site
@@ -97,8 +97,8 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
                 raise MeasurementError(
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
                 )
-            factor, mixin = getattr(site.plan, form.field), folded(type(norm))
-            scale(norm, factor, where=site, width=d_model, folded=mixin, form=form.plan, field=form.field)
+            factor, arithmetic = getattr(site.plan, form.field), arithmetic_of(norm)
+            scale(norm, factor, where=site, width=d_model, arithmetic=arithmetic, form=form.plan, field=form.field)
         sites.attach(getattr(block, form.norms[sub_layer][0]), site)
     block.lns_initialization = config.initialization
     alone = form == FORMS["default"]

@@ -10,7 +10,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.hook import require
 from olmo_lns.integrations.torchtitan import initialization
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
-from olmo_lns.integrations.torchtitan.norms import folded
+from olmo_lns.integrations.torchtitan.norms import arithmetic_of
 from olmo_lns.integrations.torchtitan.request import Request, request_of
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
@@ -74,7 +74,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
             site = sites.Site(scheme, number, n_layers, sub_layer)
             # Read from the stock forward: torchtitan shards a norm's input by the argument's name.
             getattr(norm, "_cache_pos_arg_names", lambda: None)()
-            scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, folded=folded(norm))
+            scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
             sites.attach(norm, site)
         sites.check(decoder, scheme, n_layers)
         _check_blocks(decoder, dim)

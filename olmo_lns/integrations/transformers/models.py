@@ -38,7 +38,7 @@ from olmo_lns.integrations.transformers.model_types import (
     stock_name,
     stock_reference,
 )
-from olmo_lns.integrations.transformers.norms import folded
+from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 from olmo_lns.shadow import device_of, is_absent
@@ -101,7 +101,7 @@ class SchemeModel(SchemeClass):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
         if (names := getattr(config, "lns_norms", None)) is not None:
-            any_model.attach(self, by_names(self, names), scheme_of(config), folded, trained=True)
+            any_model.attach(self, by_names(self, names), scheme_of(config), arithmetic_of, trained=True)
         if not _loading.get():
             _finish(self, getattr(config, "lns_initialization", "plain"))
 
@@ -247,7 +247,7 @@ def locate(
     """
     example = usual_example(model) if example is None else example
     with _without_cache(model):
-        return find(model, example, blocks, norms, folded=folded)
+        return find(model, example, blocks, norms, arithmetic_of=arithmetic_of)
 
 
 @contextmanager
@@ -295,7 +295,7 @@ def measure(
             "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
-        measured = any_model.attach(model, located, scheme, folded, trained=trained)
+        measured = any_model.attach(model, located, scheme, arithmetic_of, trained=trained)
         with _without_cache(model):
             any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
         text = settle_initialization(model, located, initialization)
