@@ -15,7 +15,7 @@ from torch import nn
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError, LNSError
 
-__all__ = ["Blocks", "Trace", "find_blocks", "norms_example", "record"]
+__all__ = ["Blocks", "Trace", "call_of", "find_blocks", "norms_example", "record"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -56,7 +56,7 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.runs[module] = trace.runs.get(module, 0) + 1
         if module in members:
-            trace.calls[module] = _call(args, kwargs, output)
+            trace.calls[module] = call_of(args, kwargs, output)
             if trace.calls[module] is not None and (stream := probe.stream_of(output)) is not None:
                 trace.outputs[module] = stream
         value = next(iter((*args, *kwargs.values())), None)
@@ -73,7 +73,7 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
     return trace
 
 
-def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
     """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     stream = probe.stream_of(output)

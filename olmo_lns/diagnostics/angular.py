@@ -17,9 +17,8 @@ from typing import Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, run_observed
+from olmo_lns.diagnostics.capture import Batches, find_blocks, run_observed
 from olmo_lns.diagnostics.results import Measurement
-from olmo_lns.diagnostics.structure import find_blocks
 
 #: Tokens per matrix product, to bound the float64 copy of the states.
 CHUNK = 512

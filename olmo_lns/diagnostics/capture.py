@@ -1,4 +1,4 @@
-"""Run a model on batches: observe its blocks, compute its next-token loss.
+"""Find the blocks of a model, run it on batches, observe its blocks, compute its next-token loss.
 
 An observer receives the *raw* input and output of a block. In contrast, transformers' ``hidden_states[-1]`` is the
 output of the final norm, which hides the growth that LayerNorm Scaling removes.
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from olmo_lns import probe, trace
 from olmo_lns.errors import LNSError
-from olmo_lns.response import first_output
+from olmo_lns.integrations import any_model
 from olmo_lns.temporary import replaced_attribute
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
@@ -23,42 +24,43 @@ Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
 
 
+def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
+    """Return the blocks of ``model`` in order, as :func:`olmo_lns.apply` finds them, by one forward on eight tokens.
+
+    :param path: dotted name of the list of blocks; its elements are returned, and the model does not run.
+    :raises LNSError: if the model has no such list, or several.
+
+    Example: ``find_blocks(model)`` is ``list(model.model.layers)`` for a Llama of transformers.
+    """
+    try:
+        if path is not None:
+            return list(model.get_submodule(path).children())
+        with any_model.undisturbed(model):
+            return trace.find_blocks(model, any_model.forward(model)).blocks
+    except (LNSError, AttributeError) as error:
+        raise LNSError(
+            f"The blocks were not found. {error} For a diagnostic, name the list of blocks with --blocks."
+        ) from error
+
+
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block. :param args, kwargs: its arguments. :param returned: its result, often a tuple."""
+    """One call of a block. :param call: its arguments. :param returned: its result, often a tuple."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    call: probe.Call
     returned: Any
 
     @property
     def input(self) -> torch.Tensor:
-        """Hidden state among the arguments: the first positional argument, or ``hidden_states``, or ``x``."""
-        for candidate in (*self.args[:1], self.kwargs.get("hidden_states"), self.kwargs.get("x")):
-            if isinstance(candidate, torch.Tensor):
-                return candidate
-        raise LNSError(
-            f"A block was called without a hidden state. Its keyword arguments are {sorted(self.kwargs)}. A hidden "
-            "state is the first positional argument, hidden_states or x. Name the list of transformer blocks with "
-            "--blocks."
-        )
+        """The hidden state among the arguments."""
+        return self.call.stream
 
     @property
     def output(self) -> torch.Tensor:
-        """Hidden state in the result: the result itself, or the first element of a tuple."""
-        if not isinstance(hidden := first_output(self.returned), torch.Tensor):
-            raise LNSError(
-                f"A block returned a {type(self.returned).__name__}. Expected a tensor, or a tuple that starts with "
-                "one. Name the list of transformer blocks with --blocks."
-            )
+        """The hidden state in the result."""
+        hidden = probe.stream_of(self.returned)
+        assert hidden is not None, "a call has the place of a stream of the output's shape"
         return hidden
-
-    def repeat(self, block: nn.Module, hidden: torch.Tensor) -> BlockCall:
-        """Call ``block`` on another hidden state, with all other arguments unchanged."""
-        original = self.input
-        args = tuple(hidden if value is original else value for value in self.args)
-        kwargs = {name: hidden if value is original else value for name, value in self.kwargs.items()}
-        return BlockCall(args, kwargs, block(*args, **kwargs))
 
 
 #: Function of a block's 0-based index and its call. A result other than None replaces the block's result.
@@ -84,7 +86,13 @@ def _observed(block: nn.Module, index: int, observer: Observer) -> Callable[...,
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
-        replacement = observer(index, BlockCall(args, kwargs, returned))
+        if (found := trace.call_of(args, kwargs, returned)) is None:
+            raise LNSError(
+                f"{type(block).__name__} takes {len(args)} arguments and {sorted(kwargs)}, and returns a "
+                f"{type(returned).__name__}. A transformer block takes a hidden state and returns one of the same "
+                "shape. Name the list of transformer blocks with --blocks."
+            )
+        replacement = observer(index, BlockCall(found, returned))
         return returned if replacement is None else replacement
 
     return call

@@ -30,12 +30,12 @@ from olmo_lns.diagnostics.capture import (
     Batches,
     BlockCall,
     evaluation_batches,
+    find_blocks,
     require_finite,
     run_observed,
     sequence_losses,
 )
 from olmo_lns.diagnostics.results import Measurement
-from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 #: Largest width at which all rows are computed by default.
@@ -104,7 +104,8 @@ def token_jacobian_rows(
     tokens = (sequences, positions)
     with torch.enable_grad():
         leaf = call.input[tokens].detach().clone().requires_grad_()
-        output = call.repeat(block, call.input.detach().index_put(tokens, leaf)).output[tokens]
+        with torch.random.fork_rng():  # the random state is the caller's
+            output = call.call.replay(block, call.input.detach().index_put(tokens, leaf))[tokens]
         # One row at a time: hand-written backward passes (of the norm, of fused attention) cannot be vectorised.
         rows = [
             torch.autograd.grad(output[:, coordinate].sum(), leaf, retain_graph=True)[0].float()

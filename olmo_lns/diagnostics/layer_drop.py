@@ -16,12 +16,12 @@ from olmo_lns.diagnostics.capture import (
     Batches,
     BlockCall,
     evaluation_batches,
+    find_blocks,
     observe,
     require_finite,
     sequence_losses,
 )
 from olmo_lns.diagnostics.results import Measurement
-from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 

@@ -16,10 +16,10 @@ from typing import Any, Callable, Mapping
 import torch
 
 from olmo_lns.diagnostics.capture import observe
-from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.hook import wrap
+from olmo_lns.integrations.olmo.model import blocks_of
 from olmo_lns.settings import MONITOR, read
 from olmo_lns.text import write_whole
 
@@ -65,14 +65,14 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 class Monitor:
     """Sample the blocks of an ``olmo.train.Trainer`` once in ``every`` steps, from its ``fit()`` on.
 
-    :raises LNSError: the blocks of the model are not found.
+    :raises MeasurementError: the blocks of the model are not numbered by their positions.
     :raises LNSConfigError: ``path`` exists and is not a file of the monitor.
     """
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
         self.every, self.path = every, path
         self._trainer = trainer
-        find_blocks(trainer.model)  # raise now rather than at the first sample
+        blocks_of(trainer.model)  # raise now rather than at the first sample
         self._moments: Moments | None = None
         self._is_writer = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
         self._train_step, self._model_forward = trainer.train_step, trainer.model_forward
@@ -85,7 +85,7 @@ class Monitor:
         step = self._trainer.global_step  # fit() increments it before the step
         if step % self.every:
             return self._train_step(*args, **kwargs)
-        self._moments = Moments(len(find_blocks(self._trainer.model)))
+        self._moments = Moments(len(blocks_of(self._trainer.model)))
         try:
             metrics = self._train_step(*args, **kwargs)
             self._write(step, self._moments)
@@ -98,7 +98,7 @@ class Monitor:
             return self._model_forward(batch, *args, **kwargs)
         mask = batch.get("attention_mask")
         # Search again for each sample: FSDP and block groups may have been wrapped since the last.
-        blocks = find_blocks(self._trainer.model)
+        blocks = blocks_of(self._trainer.model)
         with observe(blocks, lambda block, call: moments.add(block, call.output, mask)):
             return self._model_forward(batch, *args, **kwargs)
 

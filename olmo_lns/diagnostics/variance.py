@@ -21,13 +21,13 @@ from olmo_lns.diagnostics.capture import (
     Batches,
     BlockCall,
     evaluation_batches,
+    find_blocks,
     observe,
     require_all_ran,
     require_first_run,
     run_model,
 )
 from olmo_lns.diagnostics.results import Measurement
-from olmo_lns.diagnostics.structure import find_blocks
 
 
 class Moments:

@@ -74,7 +74,7 @@ def test_gradient_norms_with_padding_and_several_batches_equal_fp64_of_one_loss(
     loss.backward()
     norms = {name: float(p.grad.norm()) for name, p in wide.named_parameters()}
     assert result.details["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    np.testing.assert_allclose(result.main, [norms[f"stack.{i}.proj"] for i in range(3)], rtol=1e-4)
+    np.testing.assert_allclose(result.main, [norms[f"stack.{i}.proj.weight"] for i in range(3)], rtol=1e-4)
     assert result.details["outside"] == pytest.approx({n: norms[n] for n in ("embed.weight", "head.weight")}, rel=1e-4)
     assert result.tokens == 8 + 4 + 1 + 6
 

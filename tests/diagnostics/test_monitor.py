@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
-from support import launch
-from support.diagnostic_models import Linear, Toy, ids, matrices
+from support import launch, olmo_models
 from support.olmo_models import reference_states
 from support.training import train
 
@@ -70,31 +69,31 @@ class FakeTrainer(SimpleNamespace):
 
 @pytest.fixture
 def trainer():
-    return FakeTrainer(model=Toy([Linear(m) for m in matrices(3)]), global_step=0, fail=False)
+    return FakeTrainer(model=olmo_models.build(n_layers=3), global_step=0, fail=False)
 
 
 def test_no_block_is_observed_between_samples_or_after_a_failure(trainer, tmp_path):
     def observed():
-        return sum("_compiled_call_impl" in vars(block) for block in trainer.model.stack)
+        return sum("_compiled_call_impl" in vars(block) for block in trainer.model.transformer.blocks)
 
     Monitor(trainer, 3, tmp_path / "rows.csv")
     during = []
-    trainer.model.head.register_forward_hook(lambda *_: during.append(observed()))
+    trainer.model.transformer.ln_f.register_forward_hook(lambda *_: during.append(observed()))
     for _ in range(6):
-        trainer.step({"input_ids": ids()})
+        trainer.step({"input_ids": olmo_models.tokens(3)})
     assert during == [0, 0, 3, 0, 0, 3] and observed() == 0
     trainer.global_step, trainer.fail = 8, True
     with pytest.raises(ValueError, match="nan loss"):
-        trainer.step({"input_ids": ids()})
+        trainer.step({"input_ids": olmo_models.tokens(3)})
     assert observed() == 0 and {row["step"] for row in read(tmp_path / "rows.csv")} == {3, 6}
 
 
 def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, tmp_path, caplog):
     Monitor(trainer, 1, tmp_path / "rows.csv")
     with torch.no_grad():
-        trainer.model.stack[1].proj[0, 0] = float("nan")
+        trainer.model.transformer.blocks[1].attn_out.weight[0, 0] = float("nan")
     with caplog.at_level(logging.WARNING):
-        trainer.step({"input_ids": ids(), "attention_mask": torch.ones(3, 12).tril()})
+        trainer.step({"input_ids": olmo_models.tokens(3), "attention_mask": torch.ones(3, 12).tril()})
     rows = read(tmp_path / "rows.csv")
     assert [row["tokens"] for row in rows] == [6] * 3
     assert [bool(np.isfinite(row["variance"])) for row in rows] == [True, False, False]

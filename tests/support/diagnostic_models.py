@@ -57,15 +57,21 @@ def ids(batch=3, length=12, vocabulary=VOCABULARY, seed=1):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def projection(matrix):
+    linear = nn.Linear(*matrix.shape, bias=False)
+    linear.weight = nn.Parameter(matrix)
+    return linear
+
+
 class Linear(nn.Module):
     """x + x A^T: its Jacobian is I + A at every token."""
 
     def __init__(self, matrix):
         super().__init__()
-        self.proj = nn.Parameter(matrix)
+        self.proj = projection(matrix)
 
     def forward(self, x):
-        return x + x @ self.proj.T, None
+        return x + self.proj(x), None
 
 
 class Mixer(nn.Module):
@@ -73,11 +79,11 @@ class Mixer(nn.Module):
 
     def __init__(self, matrix):
         super().__init__()
-        self.proj = nn.Parameter(matrix)
+        self.proj = projection(matrix)
 
     def forward(self, x):
         count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
-        return x + torch.tanh(x.cumsum(1) / count) @ self.proj.T
+        return x + self.proj(torch.tanh(x.cumsum(1) / count))
 
 
 class Toy(nn.Module):
