@@ -142,7 +142,7 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
             f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
             "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
         )
-    if not sites.read_back(model).keeps_forward(max(site.n_layers for _, _, site in sites.sites(model))):
+    if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.sites(model))):
         raise LNSConfigError(
             f"{type(model).__name__} has {sites.read_back(model)}, which changes the residual addition. Only "
             "schemes that multiply norms can be folded."

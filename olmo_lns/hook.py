@@ -4,7 +4,7 @@ At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.me
 ``sys.path_hooks``. Neither imports anything. The first import of a name in :data:`INTEGRATIONS` imports this module and
 runs the integration's ``register()``. ``register()`` requests a callback (:func:`on_import`) after each execution of a
 framework module whose functions it wraps. A missing function is an error only if a scheme is selected
-(:func:`require`).
+(:func:`require_wrapped`).
 
 A finder that was put in front later (typeguard's, jaxtyping's, pytest's) finds the framework first. The import system
 then asks the functions on ``sys.path_hooks`` about the framework's folder. This package's function puts a finder in
@@ -56,7 +56,7 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
     """Find ``name`` with the other finders; arrange that its callbacks run after the module is executed."""
     if (framework := name.partition(".")[0]) in INTEGRATIONS:
         activate(framework)
-    _catch_up()
+    _run_missed_callbacks()
     if name not in _callbacks:
         return None
     # Like Python 3.12, skip finders that only have the old find_module.
@@ -71,8 +71,8 @@ def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | 
             _run_callbacks(module.__name__, module)  # pytest has one loader for all modules
 
         setattr(exec_module, MARKER, True)
-        # On the instance, so that the loader keeps its class for inspect, pickle and runpy. _catch_up covers loaders
-        # that refuse the attribute.
+        # On the instance, so that the loader keeps its class for inspect, pickle and runpy. Some loaders refuse the
+        # attribute; _run_missed_callbacks covers them.
         with contextlib.suppress(AttributeError):
             spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
     return spec
@@ -89,7 +89,7 @@ def _run_callbacks(name: str, module: ModuleType) -> None:
 
 
 def _run(callback: Callable[[ModuleType], object], module: ModuleType) -> None:
-    """Run a callback; keep its error for :func:`require`, since no scheme is selected yet."""
+    """Run a callback; keep its error for :func:`require_wrapped`, since no scheme is selected yet."""
     try:
         callback(module)
     except Exception as error:
@@ -100,7 +100,7 @@ def _note_missing(name: str, text: str) -> None:
     _missing.setdefault(name.partition(".")[0], []).append(text)
 
 
-def _catch_up() -> None:
+def _run_missed_callbacks() -> None:
     """Run the callbacks of modules whose loader this finder did not see."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
@@ -192,7 +192,7 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
 
     :param path: ``"package.module:Class.method"`` or ``"package.module:function"``.
     :param make: takes the plain function (out of its classmethod or staticmethod), returns one of the same signature.
-    :param needed: a scheme cannot run without the function; :func:`require` raises if it is missing.
+    :param needed: a scheme cannot run without the function; :func:`require_wrapped` raises if it is missing.
     :returns: true if the function is wrapped now; wrapping twice has no effect.
 
     Example: ``wrap("olmo.model:OLMo.__init__", wrap_model_init)``.
@@ -224,7 +224,7 @@ def is_wrapped(function: Any) -> bool:
     return hasattr(getattr(function, "__func__", function), MARKER)
 
 
-def require(framework: str, modules: Iterable[str] = ()) -> None:
+def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
     """Check that all functions of ``framework`` that a scheme needs are wrapped; called when a scheme is selected.
 
     :param framework: top-level name of the framework.

@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar
 import olmo_core.nn.transformer.config as _upstream
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.hook import require
+from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.olmo_core import blocks, register
 from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
 from olmo_lns.schemes import Scheme
@@ -69,7 +69,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         """Build OLMo-core's block and attach the scheme. :param block_idx: 0-based, global."""
         if is_set(DISABLE):
             raise LNSConfigError(f"{DISABLE}=1 is set, but a block config names a scheme: unset it, or remove _CLASS_")
-        require("olmo_core")
+        require_wrapped("olmo_core")
         blocks.require_supported(self.resolved_scheme, self.name, n_layers)
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache

@@ -28,7 +28,7 @@ def start_up_line(
     """
     scheme = sites.read_back(model)
     norms = scheme.norm_count(n_layers)
-    if scheme.keeps_forward(n_layers) and not local:
+    if scheme.only_scales_norms(n_layers) and not local:
         norms = len({module for _, module, _ in sites.sites(model)})  # parallel blocks may share one norm
     count = f"{norms} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
     ways = dict.fromkeys(_application(module) for _, module, _ in sites.sites(model) if isinstance(module, Scaled))

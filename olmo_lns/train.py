@@ -36,7 +36,7 @@ from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
-from olmo_lns.study import pack
+from olmo_lns.study import bundled_configs
 from olmo_lns.temporary import replaced_attribute
 
 log = logging.getLogger("olmo.lns.train")
@@ -214,7 +214,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     settings.refuse_disabled()
     register()
-    file = pack.locate(str(path), "olmo")
+    file = bundled_configs.find_config(str(path), "olmo")
     for option, word in pairwise(["", *overrides]):
         if not word.startswith("-") and "=" not in word:
             meaning = f"{option}={word}" if option.startswith("--") and "=" not in option else f"--KEY={word}"

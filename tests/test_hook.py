@@ -230,12 +230,12 @@ def test_class_static_and_plain_functions_keep_their_kind_and_are_wrapped_once(u
     assert thing.build(1) == (("Upstream", 1, 2), "wrapped") == upstream.Upstream.build(1)
     assert thing.plain(3) == (3, "wrapped") and thing.method(1) == (2, "wrapped")
     assert thing.build.__doc__ == "What it does." and hook.is_wrapped(upstream.Upstream.__dict__["build"])
-    hook.require("lns_fake_upstream")
+    hook.require_wrapped("lns_fake_upstream")
 
 
 def test_a_missing_function_is_named_where_a_scheme_is_selected_if_it_is_needed(upstream):
     assert not hook.wrap("lns_fake_upstream:Upstream.gone", doubled, needed=False)
-    hook.require("lns_fake_upstream")
+    hook.require_wrapped("lns_fake_upstream")
     assert not hook.wrap("lns_fake_upstream:Gone.method", doubled)
     with pytest.raises(UpstreamChangedError, match="this lns_fake_upstream has no lns_fake_upstream:Gone.method"):
-        hook.require("lns_fake_upstream")
+        hook.require_wrapped("lns_fake_upstream")

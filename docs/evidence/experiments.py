@@ -41,12 +41,12 @@ def value_path(layer_number: int, n_layers: int, sub_layer: str, *, exponent: fl
 def rate_alone(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
     """x + f(N(x) / l^e) with q, k, v, gate and up drawn times l^e: LNS that starts as Pre-LN."""
     scale = layer_number**-exponent
-    return Plan(norm_scale=scale, gains=_inputs_drawn_times(1 / scale))
+    return Plan(norm_scale=scale, init_factors=_inputs_drawn_times(1 / scale))
 
 
 def start_alone(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
     """x + f(N(x)) with q, k, v, gate and up drawn times l^-e: Pre-LN that starts as LNS."""
-    return Plan(gains=_inputs_drawn_times(layer_number**-exponent))
+    return Plan(init_factors=_inputs_drawn_times(layer_number**-exponent))
 
 
 def uniform(layer_number: int, n_layers: int, sub_layer: str, *, factor: float) -> Plan:

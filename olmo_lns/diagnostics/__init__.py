@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MEASURES", "Measure"]
+__all__ = ["DIAGNOSTICS", "Diagnostic"]
 
 
-class Measure(NamedTuple):
+class Diagnostic(NamedTuple):
     """Description of a diagnostic. Its function is named as text, so that ``--help`` does not import torch.
 
     :param title: title in help and reports. :param function: ``module:name`` in this package.
@@ -27,24 +27,24 @@ class Measure(NamedTuple):
     max_sequence_length: int = 2048
 
 
-MEASURES = {
-    "variance": Measure(
+DIAGNOSTICS = {
+    "variance": Diagnostic(
         "Output variance of every block", "variance:block_output_variance",
         "variance", "output variance", 262_144,
     ),
-    "angular": Measure(
+    "angular": Diagnostic(
         "Angular distance between all pairs of layers", "angular:angular_distance",
         "d1", "angular distance d(l, l+1), fraction of pi", 262_144,
     ),
-    "layer-drop": Measure(
+    "layer-drop": Diagnostic(
         "Performance drop of removing each block", "layer_drop:drop_layers",
         "increase", "loss increase without the block, nats/token",
     ),
-    "jacobian": Measure(
+    "jacobian": Diagnostic(
         "Token-averaged Jacobian of every block", "gradients:block_jacobians",
         "identity_distance", "distance of the Jacobian to the identity", max_sequence_length=64,
     ),
-    "gradnorm": Measure(
+    "gradnorm": Diagnostic(
         "Gradient norm per layer and part", "gradients:gradient_norms",
         "total", "gradient norm",
     ),

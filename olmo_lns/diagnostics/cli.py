@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 from olmo_lns.arguments import DTYPES, Parser, as_path, at_least
-from olmo_lns.diagnostics import MEASURES
+from olmo_lns.diagnostics import DIAGNOSTICS
 from olmo_lns.errors import LNSError
 from olmo_lns.processes import one_process
 
@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     example = "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png"
     parser = Parser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.", epilog=example)
     commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="diagnostic")
-    for name, measure in MEASURES.items():
-        title = measure.title
+    for name, diagnostic in DIAGNOSTICS.items():
+        title = diagnostic.title
         command = commands.add_parser(name, help=title[0].lower() + title[1:], description=f"{title}.")
         _add_common_options(command, name)
         command.set_defaults(tasks=None)
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
             add("--sequences", type=at_least(1), default=64, help="sequences to sample (default %(default)s)")
             add("--seed", type=at_least(0), default=0, help="seed of positions and rows (default %(default)s)")
         else:
-            add("--tokens", type=at_least(1), default=measure.tokens, help="tokens to read (default %(default)s)")
+            add("--tokens", type=at_least(1), default=diagnostic.tokens, help="tokens to read (default %(default)s)")
     command = commands.add_parser("compare", help="show the results of several models in one figure and table")
     command.add_argument(
         "results", nargs="+", type=as_path, metavar="results.json", help="result files of one diagnostic"
@@ -78,7 +78,7 @@ def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> No
     add(
         "--sequence-length",
         type=at_least(1),
-        help=f"default: the model's, at most {MEASURES[diagnostic].max_sequence_length}",
+        help=f"default: the model's, at most {DIAGNOSTICS[diagnostic].max_sequence_length}",
     )
     add("--batch-size", type=at_least(1), default=8, help="sequences per batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights; auto: as saved")
@@ -128,11 +128,11 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from olmo_lns.tokenizers import load_tokenizer
 
     opened = open_checkpoint(args.model, args.scheme)
-    measure = MEASURES[args.diagnostic]
+    diagnostic = DIAGNOSTICS[args.diagnostic]
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu"
     model = opened.model.to(device=device, dtype=TORCH_DTYPES.get(args.dtype))
     blocks = find_blocks(model, args.blocks)
-    length = args.sequence_length or min(measure.max_sequence_length, opened.max_length)
+    length = args.sequence_length or min(diagnostic.max_sequence_length, opened.max_length)
     if length > opened.max_length:
         raise LNSError(
             f"--sequence-length is {length}, but the model accepts at most {opened.max_length} tokens. Pass a smaller "
@@ -165,7 +165,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
         count = math.ceil(tokens / (length * args.batch_size))
         batches = track(batches, f"{args.diagnostic}, batches", count, console=Console(stderr=True))
     sampling = {"rows": args.rows, "seed": args.seed} if is_jacobian else {}
-    run_diagnostic = pkgutil.resolve_name(f"olmo_lns.diagnostics.{measure.function}")
+    run_diagnostic = pkgutil.resolve_name(f"olmo_lns.diagnostics.{diagnostic.function}")
     result: Measurement = run_diagnostic(model, blocks, batches, device, **sampling)
     if scores:
         result = with_tasks(result, scores)

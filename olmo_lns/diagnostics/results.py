@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
-from olmo_lns.diagnostics import MEASURES
+from olmo_lns.diagnostics import DIAGNOSTICS
 from olmo_lns.errors import LNSError
 from olmo_lns.text import write_whole
 
@@ -27,7 +27,7 @@ COMPARED_SETTINGS = ("sequence_length", "dtype", "seed")
 class Measurement:
     """The result of a diagnostic for one model.
 
-    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: averaged tokens, without padding.
+    :param what: a key of :data:`~olmo_lns.diagnostics.DIAGNOSTICS`. :param tokens: averaged tokens, without padding.
     :param blocks: column -> a number or None for each block, block 1 first.
     :param details: other results, as JSON values.
     :param label: name of the model in figures and tables. :param settings: dtype, device and so on.
@@ -59,7 +59,7 @@ class Measurement:
     @property
     def main(self) -> list[float]:
         """The column that tables show."""
-        return self.blocks[MEASURES[self.what].column]
+        return self.blocks[DIAGNOSTICS[self.what].column]
 
     def frame(self) -> pandas.DataFrame:
         """Return a table with a row per block: the 1-based number, the columns, and the scalar details."""
@@ -140,5 +140,5 @@ def table(results: Sequence[Measurement]) -> str:
 
     columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)
     columns.index = pandas.RangeIndex(1, len(columns) + 1, name="block")
-    title = MEASURES[results[0].what].column_title
+    title = DIAGNOSTICS[results[0].what].column_title
     return f"{title[0].upper()}{title[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"

@@ -422,7 +422,7 @@ def attach(
     :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
     n_layers, current = len(located.norms), sites.read_back(model)
-    if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
+    if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
         raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")

@@ -40,7 +40,7 @@ class Plan:
     :param pre: a norm in front of the sub-layer. :param branch: a norm on its output, before the addition.
     :param post: a norm on the sum.
     :param gate: learned factor of the branch. :param omega: learned factor of the shortcut.
-    :param gains: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
+    :param init_factors: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
     :param groups: number of groups; the norm's statistics are over hidden_size / groups channels of one token.
     """
 
@@ -54,7 +54,7 @@ class Plan:
     alpha: float = 1.0
     gate: Learned | None = None
     omega: Learned | None = None
-    gains: tuple[tuple[str, float], ...] = ()
+    init_factors: tuple[tuple[str, float], ...] = ()
     groups: int = 1
 
     @property
@@ -63,7 +63,7 @@ class Plan:
         return self.pre + self.branch + self.post
 
     @property
-    def keeps_forward(self) -> bool:
+    def only_scales_norms(self) -> bool:
         """True if only the norm in front is multiplied, so that the framework's forward of the block is right."""
         return replace(self, norm_scale=1.0) == Plan()
 

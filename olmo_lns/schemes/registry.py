@@ -51,7 +51,7 @@ class Parameter:
 class Definition:
     """A row of the table.
 
-    :param plan: ``plan(layer_number, n_layers, sub_layer, **parameters)``, layer_number 1-based and global.
+    :param plan_function: ``plan(layer_number, n_layers, sub_layer, **parameters)``, layer_number 1-based and global.
     :param title: name in the start-up line. :param label: name in figures and tables.
     :param source: paper and equation.
     :param initialization: default initialization of the residual output projections
@@ -61,7 +61,7 @@ class Definition:
     name: str
     title: str
     label: str
-    plan: Callable[..., Plan]
+    plan_function: Callable[..., Plan]
     source: str
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     initialization: str = "plain"
@@ -173,7 +173,7 @@ class Scheme:
 
         :param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``.
         """
-        return self.definition.plan(layer_number, n_layers, sub_layer, **self.parameters)
+        return self.definition.plan_function(layer_number, n_layers, sub_layer, **self.parameters)
 
     def plans(self, n_layers: int) -> Iterator[tuple[int, str, Plan]]:
         """Yield ``(layer_number, sub_layer, plan)`` for every sub-layer, in the order of their runs."""
@@ -185,8 +185,8 @@ class Scheme:
         """Return the number of norms in the blocks of a model."""
         return sum(plan.norms for _, _, plan in self.plans(n_layers))
 
-    def keeps_forward(self, n_layers: int) -> bool:
-        return all(plan.keeps_forward for _, _, plan in self.plans(n_layers))
+    def only_scales_norms(self, n_layers: int) -> bool:
+        return all(plan.only_scales_norms for _, _, plan in self.plans(n_layers))
 
     def folds_into_pre_ln(self, n_layers: int) -> bool:
         return all(plan.folds_into_pre_ln for _, _, plan in self.plans(n_layers))

@@ -75,8 +75,8 @@ def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
     arXiv 2203.00555, decoder-only. The LNS and Mix-LN papers' code draws with the inverse of this gain.
     """
     gain = (8 * n_layers) ** -0.25
-    gains = tuple((role, gain) for role in ("v", "o", "ff_in", "ff_out"))
-    return Plan(pre=False, post=True, alpha=(2 * n_layers) ** 0.25, gains=gains)
+    factors = tuple((role, gain) for role in ("v", "o", "ff_in", "ff_out"))
+    return Plan(pre=False, post=True, alpha=(2 * n_layers) ** 0.25, init_factors=factors)
 
 
 def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:

@@ -90,7 +90,7 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
     if heldout is not None:  # nats per token with a label
         heldout *= run.engine.heldout_correction(saved or run.settings)
     return {
-        "run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters,
+        "run": run.name, "size": run.size_and_rate, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters,
         "status": status,
         "step": curve.last, "steps": curve.total_steps or shape.steps, "tokens": shape.tokens_per_step * curve.last,
         "loss": loss, "points": points, "heldout": heldout,

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from olmo_lns.arms import ARMS, arm_named
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.study import pack, yaml_files
+from olmo_lns.study import bundled_configs, yaml_files
 from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
 
 #: Default number of GPUs in a node.
@@ -174,9 +174,9 @@ class Study:
     gpu: str = "A100"
 
     @property
-    def groups(self) -> list[str]:
+    def sizes(self) -> list[str]:
         """Sizes without learning rates."""
-        return list(dict.fromkeys(run.group for run in self.runs))
+        return list(dict.fromkeys(run.size for run in self.runs))
 
     @property
     def arms(self) -> list[str]:
@@ -189,7 +189,7 @@ class Study:
         """
         nodes_by_size, nproc = self.launch.nodes, self.launch.nproc
         if self.gpus is None:
-            return self.nodes or nodes_by_size.get(run.group) or nodes_by_size.get("", 1), nproc
+            return self.nodes or nodes_by_size.get(run.size) or nodes_by_size.get("", 1), nproc
         nodes = self.nodes or -(-self.gpus // max(nproc, GPUS_PER_NODE))
         if self.gpus % nodes:
             raise LNSConfigError(
@@ -210,7 +210,7 @@ class Study:
             matches = {
                 run.name: run
                 for run in self.runs
-                for name in (run.name, f"{run.group}-{run.arm}-s{run.seed}")
+                for name in (run.name, f"{run.size}-{run.arm}-s{run.seed}")
                 if f"{name}-".startswith(f"{prefix}-")
             }
             if not matches:
@@ -230,7 +230,7 @@ class Study:
         :param path: a file, or the name of a description in the pack, such as ``paper``.
         :raises LNSConfigError: no such file, or an unknown value, arm, size or framework.
         """
-        path = pack.locate(path, "study")
+        path = bundled_configs.find_config(path, "study")
         keys = read_description(path)
         engine = ENGINES[keys.framework]
         try:
@@ -311,7 +311,7 @@ def _run(
 
     def config_file(arm: str) -> Path:
         name = pattern.replace("{size}", size).replace("{arm}", arm)
-        local_file, pack_file = path.parent / name, pack.pack_folder() / "study" / name
+        local_file, pack_file = path.parent / name, bundled_configs.configs_folder() / "study" / name
         return pack_file if pack_file.is_file() and not local_file.is_file() else local_file
 
     config, arm_settings = config_file(arm), overrides_for(ARMS[arm], engine)
@@ -323,4 +323,4 @@ def _run(
         if rate.endswith("x"):
             value = float(f"{value * run.shape.learning_rate:.6g}")
         run = replace(run, overrides=settings | engine.rate_overrides(config, value), rate=value)
-    return replace(run, overrides={**run.overrides, **engine.identity_overrides(run.name, seed)})
+    return replace(run, overrides={**run.overrides, **engine.name_and_seed_overrides(run.name, seed)})

@@ -18,7 +18,7 @@ from typing import Sequence
 from olmo_lns.arms import check_environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.processes import exclusive_lock
-from olmo_lns.study import pack, yaml_files
+from olmo_lns.study import bundled_configs, yaml_files
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
@@ -43,7 +43,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     if problem := run.shape.batch_problem(nodes * nproc):
         raise LNSConfigError(f"Run {run.name} cannot start. {problem}")
     arguments = run.engine.arguments(run, (out / run.name).resolve())
-    program = ["-m", "olmo_lns", pack.script_path(study.launch.command), *arguments, *study.launch.args]
+    program = ["-m", "olmo_lns", bundled_configs.script_path(study.launch.command), *arguments, *study.launch.args]
     if nproc == nodes == 1 and study.launch.command in STANDALONE:
         return [python, *program]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
@@ -93,7 +93,7 @@ def check_launch(study: Study) -> None:
     """
     check_environment()
     script = study.launch.command
-    if script != "train" and not os.path.isfile(pack.script_path(script)):
+    if script != "train" and not os.path.isfile(bundled_configs.script_path(script)):
         raise LNSConfigError(
             f"{study.path}: the training script {script!r} (launch.command) was not found in this folder. Run the "
             "command in the framework's checkout, or write the path of the script into the description."

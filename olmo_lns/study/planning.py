@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 
 from olmo_lns.arms import ARMS, arm_named
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack, yaml_files
+from olmo_lns.study import bundled_configs, yaml_files
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
@@ -57,7 +57,7 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
         engine, current = run.engine, settings[run.name]
         if problems := arm_problems(run.arm, current, engine):
             raise LNSConfigError(f"Run {run.name} does not match its arm. {problems[0]}")
-        reference = references.setdefault((run.group, run.seed), run)
+        reference = references.setdefault((run.size, run.seed), run)
         expected = settings[reference.name]
         has_rate = reference.rate is not None or run.rate is not None
         allowed = engine.arm_keys | {*(engine.rate_keys if has_rate else ())}
@@ -113,10 +113,10 @@ def planned_hours(study: Study, run: Run) -> float:
 def table(study: Study, runs: Sequence[Run]) -> str:
     """Return a text table with one line per size, followed by the totals. Short names fit in 80 columns."""
     gpu = study.gpu
-    width = max(4, *(len(run.size) for run in runs))
+    width = max(4, *(len(run.size_and_rate) for run in runs))
     lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run"]
-    for size in dict.fromkeys(run.size for run in runs):
-        runs_of_size = [run for run in runs if run.size == size]
+    for size in dict.fromkeys(run.size_and_rate for run in runs):
+        runs_of_size = [run for run in runs if run.size_and_rate == size]
         run = runs_of_size[0]
         shape, gpus, gpu_hours = run.shape, math.prod(study.layout(run)), hours(run, gpu)
         if shape.steps:
@@ -173,12 +173,12 @@ def print_plan(
     :param name: a file, or a name in the pack. :param only, gpus, nodes, gpu: options of the command line.
     :raises LNSConfigError: the file cannot be read, or the runs differ in more than the arm.
     """
-    path = pack.locate(name, "study")
+    path = bundled_configs.find_config(name, "study")
     keys = yaml_files.read_text(path)
     is_description = "arms" in keys
     if is_description:
         study = Study.load(path)
-    elif engine := next((engine for engine in ENGINES.values() if engine.file_key in keys), None):
+    elif engine := next((engine for engine in ENGINES.values() if engine.identifying_key in keys), None):
         study = Study.from_config(path, engine)
     else:
         raise LNSConfigError(

@@ -20,11 +20,11 @@ COMPARED = (
 
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
-    """Return the complete runs, with the columns ``group`` (size), ``rate`` and ``perplexity``; NaN if missing."""
+    """Return the complete runs, with the columns ``size``, ``rate`` and ``perplexity``; NaN if missing."""
     runs = {run.name: run for run in study.runs}
     rows = results[(results.status == COMPLETE) & results.loss.notna() & results.run.isin([*runs])]
     return rows.assign(
-        group=[runs[name].group for name in rows.run],
+        size=[runs[name].size for name in rows.run],
         rate=pd.Series([runs[name].rate for name in rows.run], index=rows.index, dtype="float64"),
         perplexity=rows.heldout.astype(float).map(math.exp, na_action="ignore"),
     )
@@ -32,13 +32,13 @@ def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
 
 def best(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of each size and arm at the learning rate with the lowest mean loss."""
-    mean = runs.groupby(["group", "arm", "size"]).loss.transform("mean")
-    return runs[mean == mean.groupby([runs.group, runs.arm]).transform("min")]
+    mean = runs.groupby(["size", "arm", "rate"], dropna=False).loss.transform("mean")
+    return runs[mean == mean.groupby([runs["size"], runs.arm]).transform("min")]
 
 
-def difference(runs: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
+def difference(runs: pd.DataFrame, size: str, arm: str, base: str = BASELINE) -> pd.Series:
     """Return ``loss(arm) - loss(base)`` for each common seed."""
-    losses = runs[runs.group == group].pivot_table(index="seed", columns="arm", values="loss")
+    losses = runs[runs["size"] == size].pivot_table(index="seed", columns="arm", values="loss")
     return (losses[arm] - losses[base]).dropna() if {arm, base} <= set(losses) else pd.Series(dtype=float)
 
 
@@ -55,14 +55,14 @@ def write(study: Study, results: pd.DataFrame, out: Path) -> list[Path]:
 
 def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
     """Return the report of the :func:`complete` runs. The papers' numbers are labelled."""
-    best_runs, parameters = best(runs), {run.group: run.shape.parameters for run in study.runs}
+    best_runs, parameters = best(runs), {run.size: run.shape.parameters for run in study.runs}
 
-    def loss(group: str, arm: str) -> str:
-        arm_runs = best_runs[(best_runs.group == group) & (best_runs.arm == arm)]
+    def loss(size: str, arm: str) -> str:
+        arm_runs = best_runs[(best_runs["size"] == size) & (best_runs.arm == arm)]
         text = _format_mean(arm_runs.loss)
         if arm_runs.rate.notna().any():
             text += f" at {arm_runs.rate.iloc[0]:g}"
-        if arm != BASELINE and len(differences := difference(best_runs, group, arm)):
+        if arm != BASELINE and len(differences := difference(best_runs, size, arm)):
             text += f"; {_format_mean(differences, sign='+')}"
         return text
 
@@ -74,20 +74,20 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
         + (COMPARED if len(runs) else " Launch the runs and collect them again to get numbers."),
         *([f"![loss by number of parameters]({image})"] if image else []),
         "## Loss",
-        _by_arm(study, [f"{group} ({parameters[group]:,})" for group in study.groups], loss),
+        _by_arm(study, [f"{size} ({parameters[size]:,})" for size in study.sizes], loss),
         f"After the semicolon: the difference from {ARMS[BASELINE].label}, paired by seed; negative is lower.",
     ]
     if labels := [ARMS[arm].label for arm in study.arms if not ARMS[arm].only_difference]:
         parts.append(f"Arms that change more than one thing: {'; '.join(labels)}.")
     if runs.rate.notna().any():
         parts.append("Each arm is at its best rate. These losses chose the rate, which favours each arm slightly.")
-        losses = runs.groupby(["group", "rate", "arm"]).loss.apply(_format_mean).unstack("arm")
+        losses = runs.groupby(["size", "rate", "arm"]).loss.apply(_format_mean).unstack("arm")
         arms = [arm for arm in study.arms if arm in losses]
         table = losses[arms].fillna("–").sort_index()
-        rows = [[group, f"{rate:g}", *cells] for (group, rate), *cells in table.itertuples()]
+        rows = [[size, f"{rate:g}", *cells] for (size, rate), *cells in table.itertuples()]
         parts += ["## Every rate", _table([["size", "rate", *(ARMS[arm].label for arm in arms)], *rows])]
     if best_runs.perplexity.notna().any():
-        perplexities = _by_arm(study, study.groups, lambda group, arm: _cell(best_runs, group, arm, "perplexity"))
+        perplexities = _by_arm(study, study.sizes, lambda size, arm: _cell(best_runs, size, arm, "perplexity"))
         parts += ["## Perplexity", perplexities, "On held-out text after the last step, per token with a label."]
     if study.published:
         parts += ["## The paper", published_table(study, best_runs)]
@@ -101,7 +101,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _by_arm(study: Study, titles: Sequence[str], cell: Callable[[str, str], str]) -> str:
     """Return a table with a line for each arm and a column for each size."""
-    rows = [[ARMS[arm].label, *(cell(group, arm) for group in study.groups)] for arm in study.arms]
+    rows = [[ARMS[arm].label, *(cell(size, arm) for size in study.sizes)] for arm in study.arms]
     return _table([["arm", *titles], *rows])
 
 
@@ -113,21 +113,21 @@ def _format_mean(values: pd.Series, digits: int = 4, sign: str = "") -> str:
     return f"{values.mean():{sign}.{digits}f}{deviation} (n = {len(values)})"
 
 
-def _cell(runs: pd.DataFrame, group: str, arm: str, measure: str) -> str:
+def _cell(runs: pd.DataFrame, size: str, arm: str, measure: str) -> str:
     """Return the mean loss or perplexity of a size and arm as text."""
-    values = runs[(runs.group == group) & (runs.arm == arm)][measure].dropna()
+    values = runs[(runs["size"] == size) & (runs.arm == arm)][measure].dropna()
     return _format_mean(values, digits=3 if measure == "loss" else 2)
 
 
 def published_table(study: Study, runs: pd.DataFrame) -> str:
     """Return the table that the description names, with this study's numbers beside the published ones."""
     table = published()["tables"][study.published]
-    cells, groups = table["cells"], [group for group in study.groups if group in table["cells"]]
-    rows = [["arm", *(title for group in groups for title in (f"{group}, ours", f"{group}, published"))]]
-    for arm in (arm for arm in ARMS if arm in study.arms or any(arm in cells[group] for group in groups)):
+    cells, sizes = table["cells"], [size for size in study.sizes if size in table["cells"]]
+    rows = [["arm", *(title for size in sizes for title in (f"{size}, ours", f"{size}, published"))]]
+    for arm in (arm for arm in ARMS if arm in study.arms or any(arm in cells[size] for size in sizes)):
         row = [ARMS[arm].label]
-        for group in groups:
-            row += [_cell(runs, group, arm, table["measure"]), f"{cells[group].get(arm, '–')}"]
+        for size in sizes:
+            row += [_cell(runs, size, arm, table["measure"]), f"{cells[size].get(arm, '–')}"]
         rows.append(row)
     notes = [text for note in table["notes"] for text in ([note] if isinstance(note, str) else note)]
     head = f"{table['title']} ({table['measure']}), as published:"
@@ -144,9 +144,9 @@ def figure(study: Study, runs: pd.DataFrame, path: Path) -> None:
     best_runs, chart = best(runs), Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = chart.subplots()
     for arm in (arm for arm in study.arms if (best_runs.arm == arm).any()):
-        groups, style = best_runs[best_runs.arm == arm].groupby("group", sort=False), ARMS[arm]
-        size, mean, deviation = groups.parameters.first(), groups.loss.mean(), groups.loss.std().fillna(0)
-        axes.errorbar(size, mean, deviation, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
+        by_size, style = best_runs[best_runs.arm == arm].groupby("size", sort=False), ARMS[arm]
+        parameters, mean, deviation = by_size.parameters.first(), by_size.loss.mean(), by_size.loss.std().fillna(0)
+        axes.errorbar(parameters, mean, deviation, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
     for point in [] if study.data in CORPUS_BUILDERS else published()["points"]:
         for style in (ARMS["preln"], ARMS["lns"]):
             axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
+from olmo_lns.study import bundled_configs
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import JOB, check_launch, command, environment, quote
@@ -60,9 +60,9 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Pa
         )
     check_launch(study)
     texts = {}
-    for size in dict.fromkeys(run.size for run in runs):
+    for size in dict.fromkeys(run.size_and_rate for run in runs):
         path = folder / f"{size}.sbatch"
-        texts[path] = _script(study, [run for run in runs if run.size == size], out.resolve(), path)
+        texts[path] = _script(study, [run for run in runs if run.size_and_rate == size], out.resolve(), path)
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
@@ -96,7 +96,7 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     if (container := study.launch.container) is None:
         return ""
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
-    if (script := Path(pack.script_path(study.launch.command))).is_file():
+    if (script := Path(bundled_configs.script_path(study.launch.command))).is_file():
         paths.append(script.parent)
     if unusable := [path for path in map(str, paths) if re.search("[,:]", path)]:
         raise LNSConfigError(
@@ -120,7 +120,7 @@ def _script(study: Study, runs: Sequence[Run], out: Path, path: Path) -> str:
         cases.append(f"{run.name}) COMMAND=({quote(command(study, run, out, python='python', job=JOB))}) ;;")
     return TEMPLATE.format(
         study=study.name,
-        size=runs[0].size,
+        size=runs[0].size_and_rate,
         file=shlex.quote(str(path.resolve())),
         last=len(runs) - 1,
         options=_options(study, runs, out),

@@ -11,7 +11,7 @@ from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
 from olmo_lns.arms import ARMS
-from olmo_lns.diagnostics import MEASURES, plots
+from olmo_lns.diagnostics import DIAGNOSTICS, plots
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.integrations.transformers import apply
@@ -37,14 +37,14 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
     """Run every diagnostic on an OLMo checkpoint with LNS and on a Llama: (what, model) -> result file."""
     folder, files = tmp_path_factory.mktemp("results"), {}
     for name, model in (("olmo", olmo_folder), ("llama", llama_folder)):
-        for what in MEASURES:
+        for what in DIAGNOSTICS:
             path = files[what, name] = folder / name / f"{what}.json"
             words = ["--model", model, "--data", token_file, "-o", path, "--label", name]
             assert analyze(what, *words, *options(what)) == 0
     return files
 
 
-@pytest.mark.parametrize("what", MEASURES)
+@pytest.mark.parametrize("what", DIAGNOSTICS)
 def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
     result, other = map(Measurement.read, files)

@@ -136,7 +136,7 @@ def test_constants_are_the_published_ones():
     """DeepNorm's alpha and beta, Admin's omega, and where the gates of CaiT and of SkipInit start."""
     deep = {blocks: parse("deepnorm").plan(1, blocks, "attn") for blocks in (12, 24, 32)}
     assert [plan.alpha for plan in deep.values()] == pytest.approx([2.213, 2.632, 2.828], abs=1e-3)
-    assert [dict(plan.gains)["v"] for plan in deep.values()] == pytest.approx([0.3195, 0.2686, 0.25], abs=1e-4)
+    assert [dict(plan.init_factors)["v"] for plan in deep.values()] == pytest.approx([0.3195, 0.2686, 0.25], abs=1e-4)
     admin = [parse("admin").plan(1, blocks, "attn").omega.start for blocks in (12, 24)]
     assert admin == pytest.approx([2.601, 3.404], abs=1e-3)
     cait = [parse("layerscale").plan(1, blocks, "ff").gate.start for blocks in (18, 19, 24, 25)]
@@ -159,5 +159,7 @@ def test_properties_are_derived_from_the_plans():
     )
     for name in folded + others:  # folded: the factors and gates fit into the weights of a Pre-LN model
         scheme = parse(name)
-        assert scheme.folds_into_pre_ln(4) is (name in folded) and scheme.keeps_forward(4) is (name in ("preln", "lns"))
+        assert scheme.folds_into_pre_ln(4) is (name in folded) and scheme.only_scales_norms(4) is (
+            name in ("preln", "lns")
+        )
         assert scheme.norm_count(4) == (16 if name == "sandwich" else 8)

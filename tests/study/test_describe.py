@@ -8,7 +8,7 @@ from support.studies import REPOSITORY
 
 from olmo_lns.arms import ARMS
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, pack
+from olmo_lns.study import bundled_configs, cli
 from olmo_lns.study.describe import Description, Launch, Study, published
 from olmo_lns.study.planning import compare_arms
 
@@ -67,7 +67,7 @@ def test_names_that_yaml_takes_for_numbers_or_truth_stay_text(tmp_path):
     path = write(tmp_path, f"sizes: {{{', '.join(f'{name}: ' for name in names)}}}\n")
     path.write_text(path.read_text().replace("{size}-{arm}", "60M-{arm}").replace("name: mine", "name: 007"))
     study = Study.load(path)
-    assert (study.name, list(dict.fromkeys(run.size for run in study.runs))) == ("007", names)
+    assert (study.name, list(dict.fromkeys(run.size_and_rate for run in study.runs))) == ("007", names)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_rates_give_a_run_for_each_arm_and_rate(tmp_path, rates, names):
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
     assert last.shape.learning_rate == last.rate and last.settings["min_lr"] == pytest.approx(last.rate / 10)
-    assert {run.group for run in study.runs} == {"60M"} and {study.layout(run) for run in study.runs} == {(4, 1)}
+    assert {run.size for run in study.runs} == {"60M"} and {study.layout(run) for run in study.runs} == {(4, 1)}
     compare_arms(study.runs)
 
 
@@ -175,12 +175,12 @@ def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_tabl
     for path in SHIPPED:
         study = Study.load(path)
         assert study.runs and str(path.stem) in (study.name, "paper-init")
-        compare_arms([*{(run.group, run.arm): run for run in reversed(study.runs)}.values()])  # one seed of each
+        compare_arms([*{(run.size, run.arm): run for run in reversed(study.runs)}.values()])  # one seed of each
         cells = published()["tables"][study.published]["cells"] if study.published else {}
-        shared = {*study.groups} & {*cells}
+        shared = {*study.sizes} & {*cells}
         assert shared or not cells
         for size in shared:
-            assert {*cells[size]} <= {run.arm for run in study.runs if run.group == size}, (path, size)
+            assert {*cells[size]} <= {run.arm for run in study.runs if run.size == size}, (path, size)
 
 
 def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatch, capsys):
@@ -188,18 +188,18 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("llama-c4", "tiny"):
-        assert pack.main(["copy", f"study/{name}"]) == 0
+        assert bundled_configs.main(["copy", f"study/{name}"]) == 0
     (tmp_path / "olmo" / "llama-c4").mkdir(parents=True)
-    assert pack.main(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
-    found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
+    assert bundled_configs.main(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
+    found = {run.size_and_rate: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
     assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
     assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
     with pytest.raises(LNSConfigError, match="already exists, and is not overwritten"):
-        pack.main(["copy", "study/tiny"])
+        bundled_configs.main(["copy", "study/tiny"])
     for name in ("olmo/60M-lsn.yaml", "../tests", "llama-c4.yaml", str(tmp_path)):  # the pack's files only
         with pytest.raises(LNSConfigError, match=f"The pack has no file {name}"):
-            pack.main(["copy", name, "-o", "new"])
-    assert pack.main(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
+            bundled_configs.main(["copy", name, "-o", "new"])
+    assert bundled_configs.main(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
 
 
 def test_the_page_has_every_key():

@@ -111,7 +111,7 @@ assert arm_named("lnsvalue").colour == "#393B79" and arm_named("lnsuniform:facto
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
 assert Scheme.of("lnsvalue").plan(4, 16, "attn").branch_scale == value.norm_scale == rate.norm_scale == 0.5
-assert dict(rate.gains) == {"qkv": 2.0, "ff_in": 2.0} and dict(start.gains) == {"qkv": 0.5, "ff_in": 0.5}
+assert dict(rate.init_factors) == {"qkv": 2.0, "ff_in": 2.0} and dict(start.init_factors) == {"qkv": 0.5, "ff_in": 0.5}
 assert start.norm_scale == 1 and uniform.norm_scale == 0.35 and back.norm_scale == 13**-0.5 and set(names) <= {*ARMS}
 """
     environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{tmp_path}"}

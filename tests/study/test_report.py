@@ -16,7 +16,7 @@ from olmo_lns.study.collect import collect
 
 def results(study, losses):
     rows = [
-        {"run": r.name, "size": r.size, "arm": r.arm, "seed": r.seed, "parameters": 100, "status": "complete", "step": 1,
+        {"run": r.name, "size": r.size_and_rate, "arm": r.arm, "seed": r.seed, "parameters": 100, "status": "complete", "step": 1,
          "steps": 1, "tokens": 1, "loss": losses[r.name], "loss_std": 0.0, "points": 1, "heldout": None}
         for r in study.runs if losses.get(r.name)
     ]  # fmt: skip

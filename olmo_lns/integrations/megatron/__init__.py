@@ -130,7 +130,7 @@ def plain_initialization(config: Any) -> None:
     from olmo_lns.integrations.megatron.arguments import CORE, mark
 
     config = getattr(config, "transformer", config)
-    hook.require("megatron", CORE)
+    hook.require_wrapped("megatron", CORE)
     mark(config, Selection(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal

@@ -40,7 +40,7 @@ def config_from_args(original: Function) -> Function:
         config = original(args, *rest, **kwargs)
         if (selection := Selection.of(args).check()) == Selection():
             return config
-        hook.require("megatron", TRAINING)
+        hook.require_wrapped("megatron", TRAINING)
         if _is_teacher(args):
             layers.print_once("ModelOpt's teacher: no LayerNorm Scaling")
         else:

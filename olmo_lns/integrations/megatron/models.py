@@ -131,7 +131,7 @@ def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> 
     """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
     if isinstance(target, (list, tuple)):
         return sum(apply_to(each, selection, trained) for each in target)
-    hook.require("megatron", CORE)
+    hook.require_wrapped("megatron", CORE)
     if not isinstance(target, nn.Module):
         mark(target, selection)
         return 0

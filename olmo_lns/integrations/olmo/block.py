@@ -128,21 +128,21 @@ _ROLES = {
 
 
 @torch.no_grad()
-def apply_gains(block: Any) -> None:
-    """Multiply the freshly drawn weights of ``block`` by the gains of its plans, if it has any; once after each draw.
+def apply_init_factors(block: Any) -> None:
+    """Multiply the weights of ``block`` by the ``init_factors`` of its plans. Call it once after each draw.
 
     :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
     """
     for sub_layer, plan in getattr(block, "lns_plans", {}).items():
-        for role, gain in plan.gains:
+        for role, factor in plan.init_factors:
             owner, modules = _ROLES[role]
             if owner != sub_layer:
                 continue
             if role == "v" and not hasattr(block, "v_proj"):
-                _rows_of_v(block).mul_(gain)
+                _rows_of_v(block).mul_(factor)
             for name in modules:
                 if hasattr(block, name):
-                    getattr(block, name).weight.mul_(gain)
+                    getattr(block, name).weight.mul_(factor)
 
 
 def _rows_of_v(block: Any) -> torch.Tensor:
@@ -191,7 +191,7 @@ class Grouped(Derived):
         return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm does not promote
 
 
-def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
+def measure(block: Any, where: str, *, only_scales_norms: bool) -> None:
     """Run a narrow copy of OLMo's own block before it is changed.
 
     Under a scheme that keeps OLMo's forward, the block must read its stream through its two norms and nothing else.
@@ -202,7 +202,7 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
     """
     narrow_block = _narrow(block)
     x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
-    if keeps_forward:
+    if only_scales_norms:
         norms = tuple(f"{sub_layer}_norm" for sub_layer in SUB_LAYERS)
         probe.pre_ln_sites(narrow_block, probe.Call((x,), {"attention_bias": None}, 0), where=where, names=norms)
         return
@@ -254,7 +254,7 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
 
     config = block.config
     block_sites = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
-    if scheme.keeps_forward(config.n_layers):
+    if scheme.only_scales_norms(config.n_layers):
         for site in block_sites:
             norm = getattr(block, f"{site.sub_layer}_norm")
             width, arithmetic = config.d_model, _arithmetic_of(norm)

@@ -23,7 +23,7 @@ from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import std_factor
 
-#: The residual output projections, and their roles in the gains of a plan.
+#: The residual output projections, and their roles in the init_factors of a plan.
 _OUTPUTS = {"attn_out": "o", "ff_out": "ff_out"}
 #: Elements of a weight that are measured; they tell its standard deviation to 0.3 %.
 _SAMPLE = 2**16
@@ -58,12 +58,12 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
     try:
         numbered = blocks_of(model)
         if not scheme.is_pre_ln:
-            keeps_forward = scheme.keeps_forward(len(numbered))
+            only_scales_norms = scheme.only_scales_norms(len(numbered))
             for number, block in enumerate(numbered, start=1):
-                blocks.measure(block, f"block {number}", keeps_forward=keeps_forward)
+                blocks.measure(block, f"block {number}", only_scales_norms=only_scales_norms)
                 blocks.attach(block, scheme, number)
             sites.check(model, scheme, model.config.n_layers)
-            measured = ["output", "gradient", "block"] if keeps_forward else ["block"]
+            measured = ["output", "gradient", "block"] if only_scales_norms else ["block"]
         model.lns_initialization = initialization
         if weights_drawn and _finish_draw(model):
             measured.append("initialization")
@@ -103,7 +103,7 @@ def blocks_of(model: Any) -> list[Any]:
 
 def request_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
-    hook.require("olmo")
+    hook.require_wrapped("olmo")
     if getattr(config, "lns_built", False):
         raise LNSConfigError(
             "this ModelConfig has built a model already: call plain_initialization before OLMo(config)"
@@ -172,7 +172,7 @@ def _finish_draw(model: Any) -> bool:
             for sub_layer in SUB_LAYERS:
                 if (module := getattr(block, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
-        blocks.apply_gains(block)
+        blocks.apply_init_factors(block)
     if "emb_norm" in model.transformer:
         # OLMo never resets this norm, which would hold random memory after the meta device.
         model.transformer.emb_norm.reset_parameters()
@@ -188,10 +188,11 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     measured, problem, numbered = False, "", blocks_of(model)
     try:
         for number, block in enumerate(numbered, start=1):
-            gains = {role: gain for plan in getattr(block, "lns_plans", {}).values() for role, gain in plan.gains}
+            plans = getattr(block, "lns_plans", {}).values()
+            factors = {role: factor for plan in plans for role, factor in plan.init_factors}
             for name, role in _OUTPUTS.items():
                 projection = getattr(block, name)
-                std = _std(model.config, projection.in_features) * gains.get(role, 1.0)
+                std = _std(model.config, projection.in_features) * factors.get(role, 1.0)
                 std *= std_factor(initialization, number, model.config.n_layers)
                 sample = {name: projection.weight.flatten()[:_SAMPLE]}
                 measured |= check_drawn(sample, std, where=f"block {number}")

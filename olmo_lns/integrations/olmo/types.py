@@ -170,7 +170,7 @@ def require_supported(config: Any) -> None:
     """
     from olmo.exceptions import OLMoConfigurationError
 
-    hook.require("olmo")
+    hook.require_wrapped("olmo")
     if has_scheme(config.layer_norm_type):
         settings.check()
     kind, problem = f"layer_norm_type={config.layer_norm_type!s}", ""

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator
 
 from olmo_lns import scaled, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.hook import require
+from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.torchtitan import initialization
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
 from olmo_lns.integrations.torchtitan.norms import arithmetic_of
@@ -30,7 +30,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
         if any(requests):
             _attach(self, requests)
         elif request_of(self.norm) is not None:
-            require("torchtitan")
+            require_wrapped("torchtitan")
             initialization.make_plain(self)
             start_up.write_line("Plain initialization on: the initializers have no depth factor")
 
@@ -50,7 +50,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
     :raises LNSConfigError: the scheme or the decoder is not supported.
     :raises MeasurementError: a norm does not compute its factor. The model is left as it was.
     """
-    require("torchtitan")
+    require_wrapped("torchtitan")
     name, n_layers, dim = type(decoder).__name__, len(decoder.layers), decoder.config.dim
     if (request := requests[0]) is None or any(other != request for other in requests):
         missing = [number for (number, _, _), other in zip(_norms(decoder), requests, strict=True) if other is None]
@@ -64,7 +64,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
             "A scheme expects a decoder without them. Leave mtp_layers empty, or remove the override."
         )
     scheme = request.scheme
-    if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
+    if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
         raise LNSConfigError(
             f"scheme {scheme} does not only multiply the norms before attention and feed-forward. torchtitan supports "
             "lns, with any exponent, and schemes of your own that only multiply norms."

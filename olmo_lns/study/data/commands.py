@@ -8,9 +8,9 @@ from typing import Sequence
 
 from olmo_lns.arguments import Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.bundled_configs import find_config
 from olmo_lns.study.data import check, indexed, prepare
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.pack import locate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list
 
-    files = read_list(locate(args.list, "data"))
+    files = read_list(find_config(args.list, "data"))
     if min(args.tokens, args.heldout) <= 0:
         raise LNSConfigError(
             f"--tokens is {args.tokens:g} and --heldout is {args.heldout:g}. Both must be above 0. Change the options."

@@ -16,7 +16,7 @@ __all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "overrid
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
-#: OLMo-core precedes OLMo, because OLMo-core's files also have OLMo's ``file_key``.
+#: OLMo-core precedes OLMo, because OLMo-core's files also have OLMo's ``identifying_key``.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 

@@ -92,7 +92,7 @@ class Engine(Protocol):
     """One training framework. Its class implements the methods that have no body here.
 
     :param name: value of ``framework:`` in a description. :param title: name in messages.
-    :param file_key: top-level key that identifies the framework's config files.
+    :param identifying_key: top-level key that identifies the framework's config files.
     :param arm_keys: settings that define an arm and may differ between two arms of one size.
     :param compared_keys: settings that change the loss by more than rounding. Runs that differ in one are refused.
     :param ignored_keys: settings that do not: names, folders, the machine. A difference in a key of neither kind, which
@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     name: str
     title: str
-    file_key: str
+    identifying_key: str
     default_seed: int = 6198
     arm_keys: frozenset[str]
     compared_keys: re.Pattern[str]
@@ -123,7 +123,7 @@ class Engine(Protocol):
         """Return the settings of a run that define its arm, with defaults for missing keys."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
-    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
+    def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         """Return the overrides for a run's name and seed."""
 
     def rate_overrides(self, config: Path, rate: float) -> dict[str, Any]:
@@ -200,13 +200,13 @@ def dot_list(settings: Mapping[str, Any]) -> list[str]:
 class Run:
     """One training run of a study; ``name`` is also the name of its folder.
 
-    :param group: size; runs of the same group and seed are compared.
+    :param size: name of the size in the description, such as ``60M``. Runs of one size and seed are compared.
     :param arm: name of the arm; ``""`` for a config file that names none.
     :param rate: learning rate from the description's ``rates``; None for the config's rate.
     :param variables: environment variables that a launch sets for the config, by name.
     """
 
-    group: str
+    size: str
     arm: str
     seed: int
     engine: Engine
@@ -216,13 +216,13 @@ class Run:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def size(self) -> str:
-        """The group, followed by the learning rate from ``rates`` if there is one: ``60Mx0.0006``."""
-        return self.group if self.rate is None else f"{self.group}x{self.rate:g}"
+    def size_and_rate(self) -> str:
+        """The size, followed by the learning rate if the description has ``rates``: ``60Mx0.0006``."""
+        return self.size if self.rate is None else f"{self.size}x{self.rate:g}"
 
     @property
     def name(self) -> str:
-        return f"{self.size}-{self.arm}-s{self.seed}"
+        return f"{self.size_and_rate}-{self.arm}-s{self.seed}"
 
     @cached_property
     def loaded(self) -> Any:

@@ -23,9 +23,9 @@ from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
+from olmo_lns.study.bundled_configs import find_config
 from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.logs import find_logs
-from olmo_lns.study.pack import locate
 from olmo_lns.study.yaml_files import VARIABLE, fill_variables
 from olmo_lns.study.yaml_files import read as read_yaml
 from olmo_lns.temporary import replaced_attribute, replaced_items
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
 
     :raises LNSConfigError: no such file, not a flat mapping, or a key written with an underscore.
     """
-    path = locate(path, "megatron")
+    path = find_config(path, "megatron")
     flags = read_yaml(path)
     for key, value in flags.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
@@ -175,7 +175,7 @@ DEFAULTS = {
 
 
 class MegatronEngine(Engine):
-    name, title, file_key = "megatron", "Megatron", "num-layers"
+    name, title, identifying_key = "megatron", "Megatron", "num-layers"
     default_seed = 1234
     arm_keys = frozenset(DEFAULTS)
     compared_keys = re.compile(
@@ -227,7 +227,7 @@ class MegatronEngine(Engine):
         values = {key: default if settings.get(key) is None else settings[key] for key, default in DEFAULTS.items()}
         return values | {"layernorm_scaling_exponent": float(values["layernorm_scaling_exponent"])}
 
-    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
+    def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"seed": seed}
 
     def rate_overrides(self, config: Path, rate: float) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _count_stock(model_config: Any) -> tuple[int, int]:
 
 
 class OLMoEngine(Engine):
-    name, title, file_key = "olmo", "OLMo", "model"
+    name, title, identifying_key = "olmo", "OLMo", "model"
     arm_keys = frozenset({"model.layer_norm_type", "model.init_fn"})
     compared_keys = re.compile(
         r"model\.(?!init_device|flash_attention)|optimizer\.(?!metrics|record)|scheduler\."
@@ -89,7 +89,7 @@ class OLMoEngine(Engine):
             return None
         return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
 
-    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
+    def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
 
     def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:

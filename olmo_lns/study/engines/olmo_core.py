@@ -124,7 +124,7 @@ _MIXER = "model.block.sequence_mixer"
 
 
 class OLMoCoreEngine(Engine):
-    name, title, file_key = "olmo-core", "OLMo-core", "train_module"
+    name, title, identifying_key = "olmo-core", "OLMo-core", "train_module"
     arm_keys = frozenset({_CLASS, _SCHEME, _EXPONENT, _INITIALIZATION, _NAME, _METHOD, _RESIDUAL})
     compared_keys = re.compile(
         r"model\.(?!_CLASS_|init_device|block\.sequence_mixer\.(backend|use_flash))"
@@ -178,7 +178,7 @@ class OLMoCoreEngine(Engine):
 
         return scheme_of(settings.get(_SCHEME) or "lns", settings.get(_EXPONENT))
 
-    def identity_overrides(self, name: str, seed: int) -> dict[str, Any]:
+    def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
 
     def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:

@@ -13,7 +13,7 @@ from olmo_lns.arguments import Parser, as_path
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
 
-def pack_folder() -> Path:
+def configs_folder() -> Path:
     """Return the folder of the config pack: ``configs`` in the package, or beside the package in a clone.
 
     :raises LNSConfigError: no such folder.
@@ -27,19 +27,19 @@ def pack_folder() -> Path:
     )
 
 
-def pack_names() -> list[str]:
+def config_names() -> list[str]:
     """Return the paths of all files in the pack, such as ``olmo/60M-lns.yaml``."""
-    paths = (path.relative_to(pack_folder()) for path in pack_folder().rglob("*") if path.is_file())
+    paths = (path.relative_to(configs_folder()) for path in configs_folder().rglob("*") if path.is_file())
     return sorted(str(path) for path in paths if "__pycache__" not in path.parts)
 
 
-def locate(name: str | Path, folder: str) -> Path:
+def find_config(name: str | Path, folder: str) -> Path:
     """Find a file by its path, or by its name in the pack, such as ``paper`` or ``60M-lns``.
 
     :param folder: folder of the pack, such as ``study``; ``""`` for names with a folder, such as ``study/paper``.
     :raises LNSConfigError: no such file.
 
-    >>> locate("paper", "study").name
+    >>> find_config("paper", "study").name
     'paper.yaml'
     """
     for path in (Path(name), Path(f"{name}.yaml")):  # local files precede those of the pack
@@ -47,10 +47,10 @@ def locate(name: str | Path, folder: str) -> Path:
             return path
     pack_name = str(name).removeprefix("configs/")
     for parent, suffix in product(("", folder), ("", ".yaml", ".txt")):
-        path = pack_folder() / parent / f"{pack_name}{suffix}"
+        path = configs_folder() / parent / f"{pack_name}{suffix}"
         if path.is_file():
             return path
-    known = [path.removeprefix(f"{folder}/") for path in pack_names() if Path(path).is_relative_to(folder)]
+    known = [path.removeprefix(f"{folder}/") for path in config_names() if Path(path).is_relative_to(folder)]
     hint = did_you_mean(str(name).removesuffix(".yaml"), [known_name.removesuffix(".yaml") for known_name in known])
     raise LNSConfigError(
         f"The file {name} was not found{hint}. Pass the path of a file, or one of the names in the pack: "
@@ -58,17 +58,17 @@ def locate(name: str | Path, folder: str) -> Path:
     )
 
 
-def copy_from_pack(name: str, out: Path) -> Path:
+def copy_config(name: str, out: Path) -> Path:
     """Copy a file of the pack, or a whole folder such as ``study``. Nothing is overwritten.
 
     :param out: an existing folder, or the new path.
     :raises LNSConfigError: no such file in the pack, or a target that exists.
     """
-    pack = pack_folder().resolve()
+    pack = configs_folder().resolve()
     paths = ((pack / f"{name.removeprefix('configs/')}{suffix}").resolve() for suffix in ("", ".yaml", ".txt"))
     source = next((path for path in paths if path.exists() and path.is_relative_to(pack)), None)
     if source is None:
-        hint = did_you_mean(name.removeprefix("configs/"), pack_names())
+        hint = did_you_mean(name.removeprefix("configs/"), config_names())
         raise LNSConfigError(f"The pack has no file {name}{hint}. `olmo-lns config list` lists its files.")
     target = out / source.name if out.is_dir() else out
     if target.exists():
@@ -80,7 +80,7 @@ def copy_from_pack(name: str, out: Path) -> Path:
 
 def script_path(name: str) -> str:
     """Return the absolute path of a script, local or in the pack (``configs/olmo_core/train.py``), or ``name``."""
-    paths = [path for path in (Path(name), pack_folder().parent / name) if path.is_file()]
+    paths = [path for path in (Path(name), configs_folder().parent / name) if path.is_file()]
     return os.path.abspath(paths[0]) if paths else name
 
 
@@ -95,5 +95,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-o", "--out", type=as_path, default=Path("."), help="folder or file name (default: this folder)"
     )
     args = parser.parse_args(argv)
-    print("\n".join(pack_names()) if args.command == "list" else copy_from_pack(args.name, args.out))
+    print("\n".join(config_names()) if args.command == "list" else copy_config(args.name, args.out))
     return 0
