@@ -17,10 +17,13 @@ import os
 import re
 import sys
 import traceback
+import types
 import warnings
 from pathlib import Path
 
 import torch
+
+from support import forked
 
 #: Options that this package adds to Megatron's arguments, the only difference that is allowed.
 _OURS = ("layernorm_scaling", "no_scaled_init")
@@ -46,6 +49,8 @@ def plain(value):
     """``value`` as JSON: tensors and modules by the digest of their elements, objects by their fields."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value if not isinstance(value, float) or value == value else "nan"
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return f"meta {value.dtype} {tuple(value.shape)}"
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]}"
@@ -104,26 +109,88 @@ def observed(case):
     }
 
 
-def main(cases, functions, folder):
-    """Observe all cases; write them to ``observed.json`` in ``folder``, with the ``functions`` that are wrapped."""
+def path_of(function):
+    """``package.module:Class.method``; a wrapper has the names of what it wraps."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def wrapped_functions(framework):
+    """The path of every function in the loaded modules of a framework that this package has replaced."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != framework or not isinstance(module, types.ModuleType):
+            continue
+        values = list(vars(module).values())
+        values += [
+            member for each in values if isinstance(each, type) and each.__module__ == name for member in vars(each).values()
+        ]
+        functions = (getattr(each, "__func__", each) for each in values if not isinstance(each, type))
+        found |= {
+            path_of(each)
+            for each in functions
+            if isinstance(each, types.FunctionType) and "__olmo_lns_wrapped__" in vars(each)
+        }
+    return sorted(found)
+
+
+def unloaded_modules(framework):
+    """The modules of a framework in which this package would wrap something, that exist and were not imported."""
+    hook = sys.modules.get("olmo_lns.hook")
+    names = [name for name in getattr(hook, "_callbacks", ()) if name.partition(".")[0] == framework]
+    return [name for name in names if name not in sys.modules and hook._exists(name)]
+
+
+def main(cases, functions, folder, framework):
+    """Observe all cases; write them to ``observed.json`` in ``folder``.
+
+    :param cases: ``"function: input"`` -> what runs it. :param functions: name -> the function, where it may be wrapped.
+    """
     done = {name: observed(case) for name, case in cases.items()}
-    wrapped = [name for name, function in functions.items() if hasattr(function, "__olmo_lns_wrapped__")]
+    values = {
+        "cases": done,
+        "paths": {name: path_of(function) for name, function in functions.items()},
+        "wrapped": wrapped_functions(framework),
+        "unloaded": unloaded_modules(framework),
+        "package": "olmo_lns" in sys.modules,
+    }
     # Addresses in the text of an error differ, and so does the folder. Threads choose a sharded checkpoint's files.
-    text = re.sub(r"0x[0-9a-f]{6,}", "<address>", json.dumps({"cases": done, "wrapped": wrapped}))
+    text = re.sub(r"0x[0-9a-f]{6,}", "<address>", json.dumps(values))
     text = re.sub(r"__0_\d\.distcp", "__0.distcp", text)
     (folder / "observed.json").write_text(text.replace(str(folder), "<folder>"))
 
 
-def compare(installed, stock):
+def compare(installed, stock, *, also_opened="", elsewhere="", added=""):
     """Compare what :func:`main` wrote in the folder of a process with this package and of one without.
 
-    :returns: the names of the wrapped functions. Each has a case, and no case differs.
+    No case differs, and every function that this package has wrapped has a case.
+
+    :param also_opened: pattern of the files that this package opens by design, such as a checkpoint's own config.
+    :param elsewhere: pattern of the modules whose functions another program runs.
+    :param added: pattern of what this package adds to the list of names in an error.
     """
     ours, theirs = (json.loads((folder / "observed.json").read_text()) for folder in (installed, stock))
-    assert theirs["wrapped"] == []
-    assert set(ours["wrapped"]) == {name.partition(":")[0] for name in ours["cases"]}, "a function is not wrapped"
+    assert not theirs["package"] and theirs["wrapped"] == [] and ours["package"]
+    assert list(ours["cases"]) == list(theirs["cases"])
+    differing = []
     for name, expected in theirs["cases"].items():
-        for field, value in expected.items():
-            assert ours["cases"][name][field] == value, f"{name}: {field} differs"
-    assert set(ours["cases"]) == set(theirs["cases"])
-    return set(ours["wrapped"])
+        found = ours["cases"][name]
+        for each in (found, expected) if also_opened else ():
+            each["opened"] = [line for line in each["opened"] if not re.search(also_opened, line)]
+        found["error"] = re.sub(added, "", found["error"]) if added else found["error"]
+        differing += [f"{name}: {key}: {found[key]} for {expected[key]}" for key in expected if found[key] != expected[key]]
+    assert not differing, "\n".join(differing)
+    run = {ours["paths"][name.partition(":")[0]] for name in ours["cases"]}
+    mine = [path for path in (*ours["wrapped"], *ours["unloaded"]) if not (elsewhere and re.match(elsewhere, path))]
+    assert sorted(run) == sorted(mine), "a wrapped function has no case, or a function with cases is not wrapped"
+
+
+def run_both(program, tmp_path, **options):
+    """Run ``program`` (a path) in a process with this package and in one without, and compare. Options: see compare."""
+    code = f"import runpy, sys; sys.argv[0] = {str(program)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    without = "from support.start_up import remove_start_up_hook as remove; remove()"
+    folders = {"installed": "", "stock": without}
+    for name, first in folders.items():
+        (tmp_path / name).mkdir()
+        done = forked.run(f"{first}\n{code}", tmp_path / name, path=Path(__file__).parents[1], cwd=tmp_path / name)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    compare(*(tmp_path / name for name in folders), **options)

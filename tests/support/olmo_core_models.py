@@ -8,8 +8,6 @@ from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.olmo_core import apply
-
 VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 4, 4
 _TWO = ("attention_norm", "feed_forward_norm")
 _THREE = (*_TWO, "feed_forward_moe_norm")
@@ -43,6 +41,8 @@ def config(block="default", norm=None, **kwargs):
 
 def with_scheme(model_config, **fields):
     """A copy of a config under the scheme that belongs to its block type."""
+    from olmo_lns.olmo_core import apply  # a program without this package uses the configs
+
     return apply(copy.deepcopy(model_config), **{"scheme": SCHEMES[str(model_config.block.name)][0], **fields})
 
 

@@ -10,6 +10,7 @@ projections times one of those factors. ``full_megatron`` also draws the head at
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Callable
 
 import torch
@@ -27,6 +28,8 @@ from olmo_lns.schemes.initialization import std_factor
 _OUTPUTS = {"attn_out": "o", "ff_out": "ff_out"}
 #: Elements of a weight that are measured; they tell its standard deviation to 0.3 %.
 _SAMPLE = 2**16
+#: id of a config that has built a model -> a reference to it. A mark on the config would be part of a stock object.
+_built: dict[int, weakref.ref[Any]] = {}
 
 
 def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
@@ -41,7 +44,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         with types.stock(config):
             init(self, config, *args, **kwargs)
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
-        config.lns_built = True
+        _built[id(config)] = weakref.ref(config, lambda _, number=id(config): _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
             start_up.write_line(_line(self, scheme, initialization, measured))
 
@@ -104,7 +107,7 @@ def blocks_of(model: Any) -> list[Any]:
 def request_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
     hook.require_wrapped("olmo")
-    if getattr(config, "lns_built", False):
+    if id(config) in _built:
         raise LNSConfigError(
             "this ModelConfig has built a model already: call plain_initialization before OLMo(config)"
         )

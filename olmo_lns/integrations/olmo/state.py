@@ -15,6 +15,7 @@ from olmo_lns import sites
 from olmo_lns.errors import one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.records import require_same
+from olmo_lns.schemes import Scheme
 
 log = logging.getLogger("olmo_lns")
 
@@ -36,7 +37,8 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
-        saved_type, running = _saved_type(load_path, kwargs.get("local_cache")), sites.read_back(self.model)
+        running = sites.read_back(self.model)
+        saved_type = _saved_type(load_path, args[0] if args else kwargs.get("local_cache"), running)
         saved_scheme, differing = None if saved_type is None else types.scheme_of(saved_type), ""
         base = types.base_type(self.model.config.layer_norm_type)
         if saved_scheme == running and not running.is_pre_ln and types.base_type(saved_type) != base:
@@ -48,8 +50,11 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _saved_type(folder: Any, local_cache: Any) -> str | None:
-    """Return the ``layer_norm_type`` in a checkpoint's config.yaml, found as OLMo finds it; None without a config."""
+def _saved_type(folder: Any, local_cache: Any, running: Scheme) -> str | None:
+    """Return the ``layer_norm_type`` in a checkpoint's config.yaml, found as OLMo finds it; None without a config.
+
+    A config that cannot be read is logged if the run has a scheme. OLMo itself does not read it.
+    """
     from olmo.config import ModelConfig
     from olmo.util import resource_path
     from omegaconf import OmegaConf
@@ -58,6 +63,6 @@ def _saved_type(folder: Any, local_cache: Any) -> str | None:
         model = OmegaConf.load(str(resource_path(folder, "config.yaml", local_cache=local_cache)))["model"]
         return str(OmegaConf.select(model, "layer_norm_type") or ModelConfig.layer_norm_type)
     except Exception as error:  # each store's client raises its own, also for a missing file
-        if not isinstance(error, FileNotFoundError):
+        if not (running.is_pre_ln or isinstance(error, FileNotFoundError)):
             log.warning("%s: the scheme is not compared, since config.yaml cannot be read: %s", folder, one_line(error))
         return None

@@ -23,7 +23,11 @@ WEIGHTS = "model_and_optim"
 
 
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Checkpointer.load``."""
+    """Wrap ``Checkpointer.load``.
+
+    OLMo-core itself does not read ``config.json`` here. A file that cannot be read, or is no config of OLMo-core, is
+    therefore an error only for a run with a scheme.
+    """
 
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
         from olmo_core.distributed.utils import broadcast_object, get_rank
@@ -35,14 +39,20 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
             except CheckpointMismatchError as error:
                 config = error
         config = broadcast_object(config)
-        if isinstance(config, CheckpointMismatchError):
-            raise config
         parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:
             raise CheckpointMismatchError(f"found one model with {', '.join(map(str, running))}, expected one scheme")
+        (scheme,) = running
+        if isinstance(config, CheckpointMismatchError) or (config is not None and not _has_blocks(config)):
+            if not scheme.is_pre_ln:
+                raise config if isinstance(config, Exception) else CheckpointMismatchError(
+                    f"{dir}: {CONFIG_FILE} has no block configs. The config that OLMo-core saves with a run was expected. "
+                    "Copy it beside the weights."
+                )
+            config = None
         saved = None if config is None else scheme_of_config(config, source=f"{dir}: {CONFIG_FILE}")
-        require_same(saved, running.pop(), source=dir, setting=_setting)
+        require_same(saved, scheme, source=dir, setting=_setting)
         return load(self, dir, train_module, **kwargs)
 
     return wrapped
@@ -63,6 +73,14 @@ def read_config(folder: Any) -> Any:
         except Exception as error:  # each store's client has its own errors
             raise CheckpointMismatchError(f"{place}/{CONFIG_FILE} cannot be read: {one_line(error)}") from error
     return None
+
+
+def _has_blocks(config: Any) -> bool:
+    """Return true for a config with a model whose blocks can be read; the file may be another program's."""
+    try:
+        return all(isinstance(block, dict) for block in blocks_of(config))
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError):
+        return False
 
 
 def _setting(scheme: Scheme) -> str:

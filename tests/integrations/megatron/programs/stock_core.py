@@ -108,4 +108,4 @@ for kind in ("saved", "damaged"):
     dist_checkpointing.save({"model": gpt().sharded_state_dict(), "step": 3}, str(folder / kind))
 (damaged,) = (folder / "damaged").glob("*0.distcp")
 damaged.write_bytes(damaged.read_bytes()[:100])
-observing.main(cases, FUNCTIONS, folder)
+observing.main(cases, FUNCTIONS, folder, "megatron")

@@ -209,4 +209,4 @@ for kind in KINDS:
             cases[f"{name}, teacher"] = partial(modelopt, kind, ckpt_format, load_arg="export_kd_teacher_load")
     cases[f"setup_model_and_optimizer: {kind}"] = partial(set_up, *(("--load", place(kind)) if kind else ()))
 save_all()
-observing.main(cases, FUNCTIONS, folder)
+observing.main(cases, FUNCTIONS, folder, "megatron")
