@@ -97,7 +97,9 @@ def observed(case):
         finally:
             _opened = None
     logging.getLogger().removeHandler(log)
-    text = re.sub(r"[0-9.]+ ?(s|ms|seconds)\b", "<time>", printed.getvalue())
+    text = re.sub(
+        r"[0-9.]+ ?(s|ms|seconds)\b|'train_(runtime|\w+_per_second)': '[0-9.]+'", "<time>", printed.getvalue()
+    )
     return {
         "result": plain(result),
         "error": error,
@@ -114,23 +116,25 @@ def path_of(function):
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def wrapped_functions(framework):
-    """The path of every function in the loaded modules of a framework that this package has replaced."""
-    found = set()
+def wrappers(framework):
+    """Path -> function, for every function in the loaded modules of a framework that this package has replaced."""
+    found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != framework or not isinstance(module, types.ModuleType):
             continue
         values = list(vars(module).values())
-        values += [
-            member for each in values if isinstance(each, type) and each.__module__ == name for member in vars(each).values()
-        ]
-        functions = (getattr(each, "__func__", each) for each in values if not isinstance(each, type))
-        found |= {
-            path_of(each)
-            for each in functions
-            if isinstance(each, types.FunctionType) and "__olmo_lns_wrapped__" in vars(each)
-        }
-    return sorted(found)
+        own = [each for each in values if isinstance(each, type) and each.__module__ == name]
+        for each in (*values, *(member for owner in own for member in vars(owner).values())):
+            function = getattr(each, "__func__", each) if not isinstance(each, type) else each
+            if isinstance(function, types.FunctionType) and "__olmo_lns_wrapped__" in vars(function):
+                found[path_of(function)] = function
+    return dict(sorted(found.items()))
+
+
+def renamed_parameters(function):
+    """The parameters of a wrapper that the wrapped function has under another name, which a keyword could not reach."""
+    names, stock = (f.__code__.co_varnames[: f.__code__.co_argcount] for f in (function, function.__wrapped__))
+    return [ours for ours, theirs in zip(names, stock, strict=False) if ours != theirs]
 
 
 def unloaded_modules(framework):
@@ -149,14 +153,17 @@ def main(cases, functions, folder, framework):
     values = {
         "cases": done,
         "paths": {name: path_of(function) for name, function in functions.items()},
-        "wrapped": wrapped_functions(framework),
+        "wrapped": list(found := wrappers(framework)),
+        "renamed": {path: names for path, each in found.items() if (names := renamed_parameters(each))},
         "unloaded": unloaded_modules(framework),
         "package": "olmo_lns" in sys.modules,
     }
     # Addresses in the text of an error differ, and so does the folder. Threads choose a sharded checkpoint's files.
     text = re.sub(r"0x[0-9a-f]{6,}", "<address>", json.dumps(values))
     text = re.sub(r"__0_\d\.distcp", "__0.distcp", text)
-    (folder / "observed.json").write_text(text.replace(str(folder), "<folder>"))
+    (folder / "observed.json").write_text(
+        re.sub(f"{re.escape(str(folder.parent))}/(installed|stock)", "<folder>", text)
+    )
 
 
 def compare(installed, stock, *, also_opened="", elsewhere="", added=""):
@@ -170,14 +177,16 @@ def compare(installed, stock, *, also_opened="", elsewhere="", added=""):
     """
     ours, theirs = (json.loads((folder / "observed.json").read_text()) for folder in (installed, stock))
     assert not theirs["package"] and theirs["wrapped"] == [] and ours["package"]
-    assert list(ours["cases"]) == list(theirs["cases"])
+    assert not ours["renamed"] and list(ours["cases"]) == list(theirs["cases"])
     differing = []
     for name, expected in theirs["cases"].items():
         found = ours["cases"][name]
         for each in (found, expected) if also_opened else ():
             each["opened"] = [line for line in each["opened"] if not re.search(also_opened, line)]
         found["error"] = re.sub(added, "", found["error"]) if added else found["error"]
-        differing += [f"{name}: {key}: {found[key]} for {expected[key]}" for key in expected if found[key] != expected[key]]
+        differing += [
+            f"{name}: {key}: {found[key]} for {expected[key]}" for key in expected if found[key] != expected[key]
+        ]
     assert not differing, "\n".join(differing)
     run = {ours["paths"][name.partition(":")[0]] for name in ours["cases"]}
     mine = [path for path in (*ours["wrapped"], *ours["unloaded"]) if not (elsewhere and re.match(elsewhere, path))]

@@ -44,7 +44,8 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         with types.stock(config):
             init(self, config, *args, **kwargs)
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
-        _built[id(config)] = weakref.ref(config, lambda _, number=id(config): _built.pop(number, None))
+        number = id(config)
+        _built[number] = weakref.ref(config, lambda _: _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
             start_up.write_line(_line(self, scheme, initialization, measured))
 

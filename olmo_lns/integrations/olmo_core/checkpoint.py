@@ -44,12 +44,14 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         if len(running) > 1:
             raise CheckpointMismatchError(f"found one model with {', '.join(map(str, running))}, expected one scheme")
         (scheme,) = running
-        if isinstance(config, CheckpointMismatchError) or (config is not None and not _has_blocks(config)):
+        if config is not None and not isinstance(config, CheckpointMismatchError) and not _has_blocks(config):
+            config = CheckpointMismatchError(
+                f"{dir}: {CONFIG_FILE} has no block configs. The config that OLMo-core saves with a run was expected. "
+                "Copy it beside the weights."
+            )
+        if isinstance(config, CheckpointMismatchError):
             if not scheme.is_pre_ln:
-                raise config if isinstance(config, Exception) else CheckpointMismatchError(
-                    f"{dir}: {CONFIG_FILE} has no block configs. The config that OLMo-core saves with a run was expected. "
-                    "Copy it beside the weights."
-                )
+                raise config
             config = None
         saved = None if config is None else scheme_of_config(config, source=f"{dir}: {CONFIG_FILE}")
         require_same(saved, scheme, source=dir, setting=_setting)

@@ -114,8 +114,9 @@ class SchemeModel(SchemeClass):
                 projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as transformers does, then measure. :raises CheckpointMismatchError: another scheme in ``config=``."""
+        name = pretrained_model_name_or_path
         if hasattr(kwargs.get("config"), "model_type") and name is not None:
             running = scheme_of(kwargs["config"])
             require_same(saved_scheme(name, **kwargs), running, source=name, setting=describe_setting)
@@ -146,6 +147,11 @@ def scheme_class(stock: Any) -> Any:
     A model class has its stock name. A config class does not: transformers finds the class of a model by the name of
     its config's class, and would find the stock one.
     """
+    if hasattr(sys.modules.get(stock.__module__), name := saved_name(stock.__name__)) and name != stock.__name__:
+        raise LNSConfigError(
+            f"{stock.__module__} defines {stock.__name__} and {name}. A {stock.__name__} with a scheme is saved under the "
+            f"name {name}, so that the other class would be loaded in its place. Rename {name}."
+        )
     members = {"lns_made_of": stock, "__module__": stock.__module__}
     if not issubclass(stock, nn.Module):
         named = {"model_type": PREFIX + stock.model_type}
@@ -189,7 +195,7 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
         values, _ = PretrainedConfig.get_config_dict(name, **kwargs)
     except OSError:
         return None
-    if not values:  # transformers 5 returns {} for a folder without the file
+    if not values or not isinstance(values, dict):  # transformers 5 returns {} for a folder without the file
         return None
     return scheme_in(values)
 

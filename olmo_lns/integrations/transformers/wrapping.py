@@ -27,7 +27,7 @@ def name_configs(module: Any) -> None:
         return __getitem__
 
     def contains(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, key: original(self, stock_type(key) or key)
+        return lambda self, item: original(self, stock_type(item) or item)
 
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__getitem__", get)
     wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__contains__", contains)
@@ -47,7 +47,7 @@ def find_models(module: Any) -> None:
         return __getitem__
 
     def contains(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, key: original(self, key) or original(self, getattr(key, "lns_made_of", None) or key)
+        return lambda self, item: original(self, item) or original(self, getattr(item, "lns_made_of", None) or item)
 
     def keys(original: Callable[..., Any]) -> Callable[..., Any]:
         def made(self: Any) -> Any:
@@ -58,14 +58,15 @@ def find_models(module: Any) -> None:
         return made
 
     def compare(original: Callable[..., Any]) -> Callable[..., Any]:
-        def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+            folder = str(pretrained_model_name_or_path)
             model_type = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
-            if model_type is not None and stock_type(model_type) is None and Path(str(name)).is_dir():
+            if model_type is not None and stock_type(model_type) is None and Path(folder).is_dir():
                 from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
 
-                saved = saved_scheme(str(name), local_files_only=True)
-                require_same(saved, PRE_LN, source=name, setting=describe_setting)
-            return original(cls, name, *args, **kwargs)
+                saved = saved_scheme(folder, local_files_only=True)
+                require_same(saved, PRE_LN, source=folder, setting=describe_setting)
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
 
         return from_pretrained
 
@@ -80,12 +81,15 @@ def _find_remote(original: Callable[..., Any]) -> Callable[..., Any]:
     """Find the scheme class of a class of remote code, which ``auto_map`` names ``modeling_my.LNSMyModel``."""
 
     def get_class_from_dynamic_module(class_reference: str, *args: Any, **kwargs: Any) -> Any:
-        stock = original(stock_reference(class_reference), *args, **kwargs)
-        if stock_reference(class_reference) == class_reference:
-            return stock
+        stock = stock_reference(class_reference)
+        try:
+            return original(class_reference, *args, **kwargs)
+        except AttributeError:  # the module has no class of this name
+            if stock == class_reference:
+                raise
         from olmo_lns.integrations.transformers.models import scheme_class
 
-        return scheme_class(stock)
+        return scheme_class(original(stock, *args, **kwargs))
 
     return get_class_from_dynamic_module
 
@@ -95,7 +99,8 @@ def refuse_stock_configs(module: Any) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_dict(cls: Any, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            if (stock := stock_type(config_dict.get("model_type"))) is not None and stock == cls.model_type:
+            model_type = config_dict.get("model_type") if isinstance(config_dict, dict) else None
+            if (stock := stock_type(model_type)) is not None and stock == cls.model_type:
                 from olmo_lns.integrations.transformers.models import describe_setting, scheme_in
 
                 source = config_dict.get("_name_or_path") or "config.json"
@@ -120,7 +125,11 @@ def convert_weights(module: Any) -> None:
     """Make transformers 5 convert the weights of ``lns_<type>`` (fused experts) like those of ``<type>``."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda name, *args, **kwargs: original(stock_type(name) or stock_name(str(name)), *args, **kwargs)
+        def get_checkpoint_conversion_mapping(model_type: Any, *args: Any, **kwargs: Any) -> Any:
+            stock = stock_type(model_type) or (stock_name(model_type) if isinstance(model_type, str) else model_type)
+            return original(stock, *args, **kwargs)
+
+        return get_checkpoint_conversion_mapping
 
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
 
@@ -157,7 +166,8 @@ def compare_on_resume(module: Any) -> None:
             folder = resume_from_checkpoint
             if folder is True:
                 folder = module.get_last_checkpoint(self.args.output_dir)
-            if folder and not Path(folder, "adapter_config.json").is_file():
+            is_path = bool(folder) and isinstance(folder, (str, Path))
+            if is_path and not Path(folder, "adapter_config.json").is_file():
                 saved = saved_scheme(str(folder), local_files_only=True)
                 require_same(saved, running, source=folder, setting=describe_setting)
             if not running.is_pre_ln:

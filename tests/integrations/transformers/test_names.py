@@ -9,7 +9,7 @@ import torch
 from support import forked
 from support.transformers_models import MODELS, hooked, inputs, read_config, rows, same, stock, trainer
 
-from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
@@ -114,6 +114,17 @@ def test_a_stock_class_refuses_the_folder_of_a_scheme(tmp_path, monkeypatch):
             stock_class.from_pretrained(tmp_path)
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
     assert type(transformers.LlamaForCausalLM.from_pretrained(tmp_path)) is transformers.LlamaForCausalLM
+
+
+def test_a_class_that_has_the_saved_name_of_another_is_refused(monkeypatch):
+    module = transformers.models.llama.modeling_llama
+    net = type("Net", (transformers.LlamaForCausalLM,), {"__module__": module.__name__})
+    monkeypatch.setattr(module, "LNSNet", transformers.LlamaForCausalLM, raising=False)
+    model = net(transformers.LlamaConfig(**MODELS["llama"][2]))
+    with pytest.raises(LNSConfigError, match="defines Net and LNSNet"):
+        apply(model)
+    assert type(model) is net and type(model.config) is transformers.LlamaConfig
+    same("llama", model, copy.deepcopy(model), tolerance=0)
 
 
 def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tmp_path):

@@ -1,12 +1,13 @@
 """Runs what this package wraps in ``megatron.training`` and ``megatron.post_training``, on checkpoints of every kind.
 
-Usage: ``stock_training.py FOLDER``, on PYTHONPATH a Megatron-LM tree. Megatron first saves
-the checkpoints into FOLDER. ModelOpt's own modules are stand-ins where ModelOpt is not installed; none is called.
+Usage: ``stock_training.py FOLDER``, on PYTHONPATH a Megatron-LM tree. With ONLY_SAVE=1 it only
+lets Megatron save the checkpoints into FOLDER. ModelOpt's own modules are stand-ins where ModelOpt is not installed; none is called.
 """
 
 import argparse
 import functools
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -208,5 +209,7 @@ for kind in KINDS:
             cases[name] = partial(modelopt, kind, ckpt_format)
             cases[f"{name}, teacher"] = partial(modelopt, kind, ckpt_format, load_arg="export_kd_teacher_load")
     cases[f"setup_model_and_optimizer: {kind}"] = partial(set_up, *(("--load", place(kind)) if kind else ()))
-save_all()
-observing.main(cases, FUNCTIONS, folder, "megatron")
+if os.environ.get("ONLY_SAVE"):
+    save_all()
+else:
+    observing.main(cases, FUNCTIONS, folder, "megatron")
