@@ -71,8 +71,9 @@ def apply(
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
     any_model.require_unwrapped(model)
     is_attached = isinstance(model, models.SchemeModel)
+    model_class: Any = type(model)
     if not is_attached:
-        models.scheme_class(type(model))  # which may refuse, before the model is changed
+        models.scheme_class(model_class)  # which may refuse, before the model is changed
     draw = None if is_attached or trained else initialization or "plain"
     names = models.measure(
         model,
