@@ -149,8 +149,8 @@ def scheme_class(stock: Any) -> Any:
     """
     if hasattr(sys.modules.get(stock.__module__), name := saved_name(stock.__name__)) and name != stock.__name__:
         raise LNSConfigError(
-            f"{stock.__module__} defines {stock.__name__} and {name}. With a scheme, {stock.__name__} is saved as {name}, "
-            "so that the other class would be loaded in its place. Rename that class."
+            f"{stock.__module__} defines {stock.__name__} and {name}. The first is saved as {name} with a scheme. "
+            "The other class would be loaded in its place. Rename that class."
         )
     members = {"lns_made_of": stock, "__module__": stock.__module__}
     if not issubclass(stock, nn.Module):
