@@ -5,7 +5,6 @@ Nothing below imports this module.
 
 from __future__ import annotations
 
-import os
 from typing import Any, Sequence, TypeVar
 
 from torch import nn
@@ -14,7 +13,7 @@ from olmo_lns import initialization, settings, sites
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations import any_model
-from olmo_lns.processes import raise_on_every_rank
+from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
 from olmo_lns.shadow import is_absent
 from olmo_lns.start_up import write_line
@@ -22,6 +21,8 @@ from olmo_lns.start_up import write_line
 __all__ = ["apply", "fold", "plain_initialization"]
 
 C = TypeVar("C")
+#: A number of blocks with which a scheme is looked at before the blocks of a model are known.
+_SOME_DEPTH = 8
 
 
 def apply(
@@ -62,22 +63,43 @@ def apply(
         olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))
         olmo_lns.apply(vit, norms=[(attn.norm, ff.net[0]) for attn, ff in vit.transformer.layers], example=images)
     """
-    problem = None
-    try:
-        _apply(model, as_scheme(scheme), blocks, norms, example, trained)
-    except LNSError as error:
-        problem = error
-    raise_on_every_rank(str(problem or ""), original=problem)
+    with same_outcome_on_every_rank():
+        chosen = as_scheme(scheme)
+        _require_supported(model, chosen, {"blocks": blocks, "norms": norms, "example": example})
+    with same_outcome_on_every_rank():
+        _apply(model, chosen, blocks, norms, example, trained)
     return model
 
 
-def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
+def _is_megatron(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("megatron.core.") for base in type(model).__mro__)
+
+
+def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) -> None:
+    """Check, before the model is run, what does not depend on its blocks.
+
+    :param given: the optional arguments of :func:`apply` by their names.
+    """
     settings.check()
     any_model.require_unwrapped(model)
+    if not _is_megatron(model):
+        if scheme.is_pre_ln or not scheme.keeps_forward(_SOME_DEPTH):
+            raise LNSConfigError(
+                f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25."
+            )
+        return
+    if scheme.name != "lns":
+        raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
+    if unused := [f"{name}=" for name, value in given.items() if value is not None]:
+        raise LNSConfigError(
+            f"{' and '.join(unused)} was given for a model of Megatron Core, whose norms are found by the names of "
+            "their modules. Leave it out."
+        )
+
+
+def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
     modules = [base.__module__ for base in type(model).__mro__]
-    if any(module.startswith("megatron.core.") for module in modules):
-        if scheme.name != "lns":
-            raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
+    if _is_megatron(model):
         from olmo_lns.integrations import megatron
 
         megatron.apply(model, exponent=scheme.parameters["exponent"], trained=trained)
@@ -134,21 +156,26 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
     if "transformers.modeling_utils" in modules:
         from olmo_lns.integrations import transformers
 
-        return transformers.fold(model, dtype)
+        return transformers.fold(model, dtype, example=example)
     if not any(sites.sites(model)):
         raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
-    if any(module.startswith("megatron.core.") for module in modules):
+    if _is_megatron(model):
         raise LNSConfigError(
             f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
             "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
         )
     if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.sites(model))):
         raise LNSConfigError(
-            f"{type(model).__name__} has {sites.read_back(model)}, which changes the residual addition. Only "
-            "schemes that multiply norms can be folded."
+            f"{type(model).__name__} has {sites.read_back(model)}, whose blocks have a forward of their own. Only "
+            "schemes that multiply norms can be folded in memory. Save the model, and try olmo-lns export CHECKPOINT "
+            "OUT."
         )
     with any_model.undisturbed(model):
         fold_norms(model, any_model.forward(model, example), dtype)
+    if "olmo.model" in modules:
+        from olmo_lns.integrations.olmo.model import unmark_config
+
+        unmark_config(model)
     return model
 
 
@@ -202,8 +229,7 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
 
 
 def _make_plain(model: Any, blocks: Any, example: Any) -> None:
-    modules = [base.__module__ for base in type(model).__mro__]
-    if any(module.startswith("megatron.core.") for module in modules):
+    if _is_megatron(model):
         raise LNSConfigError(
             f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
             "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
@@ -213,7 +239,7 @@ def _make_plain(model: Any, blocks: Any, example: Any) -> None:
         line = initialization.make_plain(model)
     else:
         line = _locate_and_make_plain(model, blocks, example, is_marked=is_marked)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         write_line(line)
 
 

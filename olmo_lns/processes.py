@@ -71,22 +71,54 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def raise_on_every_rank(problem: str, *, original: Exception | None = None) -> None:
+def is_first_process() -> bool:
+    """True in the first process of a launch, and where there is one process."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return (os.environ.get("RANK", "").strip() or "0") == "0"
+
+
+@contextmanager
+def same_outcome_on_every_rank() -> Iterator[None]:
+    """If the ``with`` block raises in one process of a launch, raise in all, before the next collective runs.
+
+    Every process must run the block. The class of the error is kept if all processes that failed have the same one.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    raise_on_every_rank(problem)
+
+
+def raise_on_every_rank(problem: Exception | str | None) -> None:
     """Raise on every process of a launch if one of them has a problem, before the next collective runs.
 
-    :param problem: this process's problem, or ``""``. Every process of the launch must call this function.
-    :param original: the error of this process, which is raised itself where there is one process.
-    :raises MeasurementError: the problems with their ranks.
+    :param problem: this process's error, or its message, or None or ``""``. Every process must call this function.
+    :raises Exception: ``problem`` itself where there is one process. In a launch of several an error of the class that
+        all failed processes have, or else a :class:`MeasurementError`; the message names the ranks.
     """
     import torch.distributed as dist
 
-    problems: list[Any] = [problem]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    elif original is not None:
-        raise original
-    if ranks := {text: rank for rank, text in enumerate(problems) if text}:
-        raise MeasurementError(
-            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(ranks.items(), key=lambda p: p[1]))
-        )
+    error = MeasurementError(problem) if isinstance(problem, str) and problem else problem or None
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if isinstance(error, Exception):
+            raise error
+        return
+    known = type(error) if isinstance(error, LNSError) else None
+    text = "" if error is None else str(error) if known else f"{type(error).__name__}: {error}"
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, (known, text))
+    ranks: dict[str, list[str]] = {}
+    for rank, (_, found) in enumerate(problems):
+        if found:
+            ranks.setdefault(found, []).append(str(rank))
+    if not ranks:
+        return
+    classes = {found for found, text in problems if text}
+    error_class = classes.pop() if len(classes) == 1 else None
+    message = "; ".join(f"rank {', '.join(numbers)}: {found}" for found, numbers in ranks.items())
+    raise (error_class or MeasurementError)(message) from (error if isinstance(error, Exception) else None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from dataclasses import fields
 from typing import Any, Iterable
 
 from olmo_lns import sites
+from olmo_lns.processes import is_first_process
 from olmo_lns.scaled import Scaled
-from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
+from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 
 log = logging.getLogger("olmo_lns")
 
@@ -42,7 +42,7 @@ def write_line(line: str) -> None:
     """Write the start-up line: to the log if a handler is set up and INFO is enabled, else to stderr in rank 0."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
-    elif os.environ.get("RANK", "0") == "0":
+    elif is_first_process():
         print(line, file=sys.stderr)
 
 
@@ -73,8 +73,13 @@ def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
                 descriptions += [f"{name} = {text}, {sub_layer} only" for sub_layer, text in ranges.items()]
             else:
                 descriptions += [f"{name} = {text}, {sub_layer}" for sub_layer, text in ranges.items()]
-        if field.name in ("gate", "omega") and values[0] is not None:
-            descriptions.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
+        if learned := [
+            (name, value) for (_, name), value in zip(plans, values, strict=True) if isinstance(value, Learned)
+        ]:
+            only = {name for name, _ in learned}
+            suffix = f", {only.pop()} only" if len(only) == 1 else ""
+            first, last = learned[0][1].start, learned[-1][1].start
+            descriptions.append(f"learned {field.name} from {first:.4g} to {last:.4g}{suffix}")
     post = sorted({number for (number, _), plan in plans.items() if plan.post})
     if post:
         descriptions.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")

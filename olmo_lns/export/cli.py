@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and output_format == checkpoint_format:
                 raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Give its scheme, as --scheme lns.")
-            known = receipt.of_trained(opened)
+            known = receipt.of_trained(opened, dtype)
             stock = convert(opened, output_format, dtype)
             result = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(stock.model).__name__}: {result}"]
@@ -75,6 +75,10 @@ def main(argv: Sequence[str]) -> int:
                 lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
             format_module(output_format).save(stock, unfinished)
             receipt.write(known, stock, unfinished)
+            if "not_run" in known:
+                lines.append(
+                    f"warning: the model did not run here, so its logits were not compared ({known['not_run']})"
+                )
             if output_format == HF:
                 lines += [f"warning: {sentence}" for sentence in differences(unfinished)]
         size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())

@@ -111,6 +111,9 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     for number, block in enumerate(blocks_of(model), start=1):
         for sub_layer in SUB_LAYERS:
             plan = scheme.plan(number, config.n_layers, sub_layer)
+            if not scheme.keeps_forward(config.n_layers):  # the block multiplies what its norm returns
+                for parameter in _read_by(block, sub_layer):
+                    parameter.data = multiplied(parameter.data, plan.norm_scale, dtype)
             factor: Factor = plan.branch_scale
             if plan.gate is not None:
                 gate = getattr(block, f"{sub_layer}_gate").weight.detach()
@@ -121,6 +124,14 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_gate.weight")}
     load_state(stock, state, opened.folder)
     return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=_settings(config))
+
+
+def _read_by(block: Any, sub_layer: str) -> list[Any]:
+    """Return the gain and bias of a sub-layer's norm, or for a norm without them the matrices that read it."""
+    if parameters := list(getattr(block, f"{sub_layer}_norm").parameters()):
+        return parameters
+    names = ("att_proj", "q_proj", "k_proj", "v_proj") if sub_layer == "attn" else ("ff_proj",)
+    return [getattr(block, name).weight for name in names if hasattr(block, name)]
 
 
 def save(opened: Opened, out: Path) -> None:

@@ -10,6 +10,7 @@ transformers, vLLM, llama.cpp, OLMo and OLMo-core open files by their own names 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -36,39 +37,50 @@ _ROTARY_TOLERANCE = 1e-4
 _PROMPTS, _LENGTH, _TOKENS = 4, 32, 64
 
 
-def of_trained(opened: Opened) -> dict[str, Any]:
+def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return what only the model before the fold shows: its scheme, and logits of fixed prompts, computed in fp32.
 
-    A model that cannot run on this machine (mixtures of experts that need a GPU) has no logits in its receipt.
+    :param dtype: dtype of the export; None keeps that of each weight.
+    :returns: the entries. ``rounding`` is the largest difference between the logits in fp32 and those of the same,
+        unfolded model in the dtype of the export. ``not_run`` is there instead of logits if the model cannot run on
+        this machine, as mixtures of experts that need a GPU; it is the reason.
     """
     model: Any = opened.model
     entries: dict[str, Any] = {"scheme": str(opened.scheme)}
     dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     try:
         inputs = prompt(model, _PROMPTS, min(_LENGTH, opened.max_length))
+        in_dtype = model if dtype is None or {*dtypes.values()} == {dtype} else copy.deepcopy(model).to(dtype)
+        rounded = logits(in_dtype, inputs).double()
+        del in_dtype
         values = logits(model.float(), inputs)
-    except (RuntimeError, ImportError, NotImplementedError):
-        return entries
+    except (RuntimeError, ImportError, NotImplementedError) as error:
+        return entries | {"not_run": f"{type(error).__name__}: {error}"}
     finally:  # exact: every value of the narrower dtype is one of fp32
-        for parameter, dtype in dtypes.items():
-            parameter.data = parameter.data.to(dtype)
+        for parameter, saved in dtypes.items():
+            parameter.data = parameter.data.to(saved)
     kept = torch.linspace(0, values.shape[-1] - 1, min(_TOKENS, values.shape[-1])).long().unique()
     entries |= {"tokens": kept.tolist(), "logits": values[..., kept].tolist(), "largest": float(values.abs().max())}
+    entries["rounding"] = float((rounded - values.double()).abs().max())
     return entries | {"prompt": None if inputs.is_floating_point() else inputs.tolist()}
 
 
 def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
-    """Write the receipt of an export. :param entries: from :func:`of_trained`. :param stock: the exported model."""
-    error = 0.0
+    """Write the receipt of an export.
+
+    :param entries: from :func:`of_trained`.
+    :param stock: the exported model.
+    :raises LNSConfigError: the exported model computes other logits than the checkpoint, by more than rounding.
+    """
     if "logits" in entries:
-        error = _largest_difference(entries, stock.model)
-        if not error <= 0.1 * entries["largest"]:
+        error, allowed = _largest_difference(entries, stock.model), _allowed(entries)
+        if not error <= allowed:
             raise LNSConfigError(
-                f"{stock.folder}: the exported model computes other logits than the checkpoint: they differ by "
-                f"{error:.1e}, the largest is {entries['largest']:.1e}. Give --dtype fp32; if that fails as well, "
-                "report this error."
+                f"{stock.folder}: the exported model computes other logits than the checkpoint. They differ by "
+                f"{error:.1e}, and rounding explains {allowed:.1e}; the largest logit is {entries['largest']:.1e}. "
+                "Give --dtype fp32. If that fails as well, report this error."
             )
-    entries = {"exported_with": _versions(), **entries, "error": error, **_of_export(stock, folder)}
+    entries = {"exported_with": _versions(), **entries, **_of_export(stock, folder)}
     (folder / FILE).write_text(json.dumps(entries), encoding="utf-8")
 
 
@@ -79,6 +91,8 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if "rounding" not in entries and "not_run" not in entries:
+            raise KeyError("rounding")
         return {"scheme": entries["scheme"], **entries}
     except (ValueError, KeyError, TypeError) as error:
         raise LNSConfigError(
@@ -104,7 +118,9 @@ def compare(entries: dict[str, Any], exported: Opened) -> tuple[list[str], list[
             f"({_shown(found['rotary'])}) than the exporter ({_shown(entries.get('rotary'))})"
         )
     if "logits" not in entries:
-        return ["the receipt has no logits"], wrong
+        return [
+            f"the model did not run where it was exported, so the receipt has no logits ({entries['not_run']})"
+        ], wrong
     difference, allowed = _largest_difference(entries, exported.model), _allowed(entries)
     if not difference <= allowed:
         wrong.append(f"logits: they differ by {difference:.3e} from the exporter's, allowed {allowed:.3e}")
@@ -174,8 +190,8 @@ def _largest_difference(entries: dict[str, Any], model: nn.Module) -> float:
 
 
 def _allowed(entries: dict[str, Any]) -> float:
-    """Return the allowed difference: the rounding of fp32, or twice that of the exported dtype at the export."""
-    return float(max(TOLERANCE * entries["largest"], 2.0 * entries["error"]))
+    """Return the allowed difference: the rounding of fp32, and twice that of the unfolded model in the new dtype."""
+    return float(TOLERANCE * entries["largest"] + 2.0 * entries["rounding"])
 
 
 def _versions() -> dict[str, str]:

@@ -53,6 +53,11 @@ def verify(
         )
     if known is None and checkpoint is None:
         raise LNSConfigError(f"{export} has no {receipt.FILE}. Give its checkpoint too: verify CHECKPOINT EXPORT.")
+    if known is not None and "not_run" in known and checkpoint is None:
+        raise LNSConfigError(
+            f"{export}: its receipt has no logits, because the model did not run where it was exported "
+            f"({known['not_run']}). Give its checkpoint too, on a machine that can run it: verify CHECKPOINT EXPORT."
+        )
     lines, differences = receipt.compare(known, exported) if known else ([], [])
     if checkpoint is not None:
         opened = open_checkpoint(checkpoint, scheme)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from olmo_lns import given_norms, initialization, probe, records, shadow, sites, start_up, trace
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.norm import NormArithmetic
+from olmo_lns.processes import is_first_process
 from olmo_lns.response import first_output, response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
@@ -273,8 +273,11 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
     if dist.get_rank() == 0:
         try:
             result = [(modules, locate(model, *args, **options))]
-        except LNSError as error:
-            result = [error]
+        except Exception as error:  # the other processes wait for an answer
+            problem = error if isinstance(error, LNSError) else LNSConfigError(f"{type(error).__name__}: {error}")
+            result = [problem]
+            dist.broadcast_object_list(result, src=0)
+            raise
     dist.broadcast_object_list(result, src=0)
     if isinstance(result[0], LNSError):
         raise result[0]
@@ -483,7 +486,7 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
 
     :raises MeasurementError: the model gives something else without hooks than with hooks that change nothing.
     """
-    if os.environ.get("RANK", "0") != "0" or any(map(shadow.is_absent, model.parameters())):
+    if not is_first_process() or any(map(shadow.is_absent, model.parameters())):
         return
     run = forward(model, example)
     norms = [model.get_submodule(name) for names in located.norms for name in names]
@@ -519,7 +522,7 @@ def _plain(output: Any) -> Any:
 
 def report(model: nn.Module, located: Located, measured: Sequence[str], initialization: str = "") -> None:
     """Write the start-up line in the first process. :param initialization: its part on the initialization."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
     if initialization and not any(map(shadow.is_absent, model.parameters())):

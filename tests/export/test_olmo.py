@@ -12,7 +12,7 @@ from support.exports import byte_tokenizer, export, load_hf, load_olmo, logits, 
 from support.olmo_models import tokens
 
 from olmo_lns.export.open import open_model
-from olmo_lns.schemes import names, parse
+from olmo_lns.schemes import Definition, Learned, Plan, names, parse, registry
 
 NO_GAIN = {"layer_norm_with_affine": False}
 TIED, BIASES = {"weight_tying": True}, {"include_bias": True, "weight_tying": True}
@@ -66,6 +66,23 @@ def test_every_other_scheme_is_folded_or_refused(name, tmp_path, capsys):
     else:
         assert export(*words) == 0
         assert relative(logits(load_olmo(tmp_path / "out"), IDS), logits(model, IDS)) <= 1e-5
+
+
+def _mixed(layer_number, n_layers, sub_layer):
+    """Every factor that a Pre-LN block has room for, in one scheme; its blocks multiply what their norms return."""
+    if sub_layer == "attn":
+        return Plan(norm_scale=layer_number**-0.5, branch_scale=0.7, gate=Learned(per_channel=True, start=0.9))
+    return Plan(norm_scale=0.8, gains=(("ff_in", 2.0),))
+
+
+@pytest.mark.parametrize("base", ["rms", "default"])
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_scheme_with_several_factors_is_folded_whole(base, gains, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry._table, "mixed", Definition("mixed", "Mixed", "mixed", _mixed, "a test"))
+    settings = {"layer_norm_type": f"mixed_{base}", "layer_norm_with_affine": gains}
+    model = save_olmo(tmp_path / "run", **settings)
+    assert export(tmp_path / "run", tmp_path / "out") == 0 and verify(tmp_path / "out") == 0
+    assert relative(logits(load_olmo(tmp_path / "out"), IDS), logits(model, IDS)) <= 1e-5
 
 
 @pytest.mark.parametrize(("saved", "asked"), [(None, "bf16"), (torch.bfloat16, "keep")])

@@ -82,6 +82,15 @@ def test_a_changed_export_is_found_without_the_checkpoint(change, exports, tmp_p
     assert expected in capsys.readouterr().out
 
 
+def test_a_narrow_export_is_judged_by_the_rounding_of_the_unfolded_model(exports, tmp_path, capsys):
+    assert export(exports / "lns", tmp_path / "out", "--dtype", "bf16") == 0 and verify(tmp_path / "out") == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.05
+    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    assert verify(tmp_path / "out") == 1
+    assert "logits: they differ by" in capsys.readouterr().out
+
+
 def test_a_receipt_that_is_missing_or_damaged_is_named(exports, tmp_path, capsys):
     folder = copied(exports, tmp_path) / "out"
     (folder / FILE).write_text((folder / FILE).read_text()[:100])

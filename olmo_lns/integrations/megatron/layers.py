@@ -14,7 +14,6 @@ norm, and the norms around an MTP module.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any, Callable
 
@@ -28,6 +27,7 @@ from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
+from olmo_lns.processes import is_first_process
 from olmo_lns.schemes import SUB_LAYERS
 from olmo_lns.settings import check as check_environment
 
@@ -61,7 +61,7 @@ _printed: set[str] = set()
 
 def print_once(line: str) -> None:
     """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
-    if int(os.environ.get("RANK", "0")) == 0 and line not in _printed:
+    if is_first_process() and line not in _printed:
         _printed.add(line)
         print(f"olmo-lns: {line}", flush=True)
 

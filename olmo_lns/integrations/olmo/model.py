@@ -128,6 +128,13 @@ def mark_config(model: Any, scheme: Scheme) -> None:
     model.config.layer_norm_type = LayerNormType[types.spell(scheme, base)]
 
 
+def unmark_config(model: Any) -> None:
+    """Give the config of a folded model OLMo's own names, so that a model built from it applies no factor again."""
+    with types.stock(model.config):
+        names = model.config.layer_norm_type, model.config.init_fn
+    model.config.layer_norm_type, model.config.init_fn = names
+
+
 # --- initialization -------------------------------------------------------------------------------------------------
 
 

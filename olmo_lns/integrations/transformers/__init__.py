@@ -98,7 +98,7 @@ def apply(
     return model
 
 
-def fold(model: Any, dtype: Any = None) -> Any:
+def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
     """Multiply the factors of a model into its weights, in place, and return it as a stock model.
 
     A norm's factor goes into its weight and bias (into 1 + weight if the family adds 1). For a norm without them, it
@@ -106,6 +106,7 @@ def fold(model: Any, dtype: Any = None) -> Any:
     dtype of the weight. Merge adapters first: an adapter of the unfolded model does not fit the folded one.
 
     :param dtype: torch dtype of the changed weights; None keeps theirs.
+    :param example: as in :func:`olmo_lns.apply`; the default depends on the family.
     :raises LNSConfigError: a model without a scheme, weights that two sub-layers share, an adapter on a projection that
         gets a factor, or factors that cannot be folded. The model is then left unchanged.
 
@@ -120,7 +121,7 @@ def fold(model: Any, dtype: Any = None) -> Any:
     any_model.refuse_offloaded(model)
     models.check(model)
     with any_model.undisturbed(model):
-        fold_norms(model, any_model.forward(model, models.usual_example(model)), dtype)
+        fold_norms(model, any_model.forward(model, models.usual_example(model) if example is None else example), dtype)
     for module in (model.config, *model.modules()):
         if isinstance(module, models.SchemeClass):
             module.__class__ = module.lns_made_of

@@ -394,7 +394,7 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
         raise MeasurementError(
             f"{type(model).__name__}: found residual output projections drawn by another rule ({found.values}), "
             "expected 1 or 1/sqrt(2L) times the others. This version of transformers draws them in another way: "
-            'apply(model, initialization="upstream") keeps that.'
+            'olmo_lns.integrations.transformers.apply(model, initialization="upstream") keeps that.'
         )
     if not found.is_scaled:
         return str(found)

@@ -5,7 +5,7 @@ import torch
 from olmo.checkpoint import FullCheckpointer
 from olmo.config import TrainConfig
 from olmo.train import Trainer
-from support.olmo_models import TINY, build
+from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
 
 import olmo_lns
@@ -84,6 +84,14 @@ def test_apply_in_a_loop_of_ones_own_is_named_in_the_saved_config_and_compared(t
         Running("rms").restore_checkpoint(folder, load_optimizer_state=False)
     (running := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
     assert running.loaded
+
+
+def test_a_folded_model_and_its_config_are_stock(tmp_path):
+    """Otherwise a model built from the saved config would apply the factor to weights that hold it."""
+    model = build(layer_norm_type="lns_rms", init_fn="normal_scaled")
+    save_model(tmp_path / "step1-unsharded", olmo_lns.fold(model, example=tokens()))
+    (running := Running("rms")).restore_checkpoint(tmp_path / "step1-unsharded", load_optimizer_state=False)
+    assert running.loaded and str(model.config.init_fn) == "normal"
 
 
 def test_the_files_of_a_checkpoint_are_olmos_and_a_sharded_folder_is_compared_too(tmp_path):
