@@ -83,7 +83,7 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
     settings.check()
     any_model.require_unwrapped(model)
     if not _is_megatron(model):
-        if scheme.is_pre_ln or not scheme.keeps_forward(_SOME_DEPTH):
+        if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
             raise LNSConfigError(
                 f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25."
             )

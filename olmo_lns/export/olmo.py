@@ -111,7 +111,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     for number, block in enumerate(blocks_of(model), start=1):
         for sub_layer in SUB_LAYERS:
             plan = scheme.plan(number, config.n_layers, sub_layer)
-            if not scheme.keeps_forward(config.n_layers):  # the block multiplies what its norm returns
+            if not scheme.only_scales_norms(config.n_layers):  # the block multiplies what its norm returns
                 for parameter in _read_by(block, sub_layer):
                     parameter.data = multiplied(parameter.data, plan.norm_scale, dtype)
             factor: Factor = plan.branch_scale
