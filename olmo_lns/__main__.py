@@ -26,6 +26,7 @@ def main() -> int:
         return 2
     from olmo_lns import hook, settings
     from olmo_lns.errors import LNSError
+    from olmo_lns.frameworks import FRAMEWORKS
     from olmo_lns.integrations.megatron.flags import variables
 
     try:
@@ -44,14 +45,15 @@ def main() -> int:
     # As with `python script.py`, the script's real folder comes first, not the folder of a link to it.
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     hook.install()
-    for framework in hook.INTEGRATIONS:
+    for framework in FRAMEWORKS:
         hook.activate(framework)
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        flags = [arg for arg in args[1:] if arg.startswith(("--layernorm-scaling", "--model.layer_norm_type=lns"))]
-        if flags and not {"olmo", "megatron"} & sys.modules.keys():
-            print(f"olmo_lns: {flags[0]} had no effect: {script} imported neither OLMo nor Megatron", file=sys.stderr)
+        for row in FRAMEWORKS.values():
+            options = [arg for arg in args[1:] if row.option and arg.startswith(row.option)]
+            if options and row.module not in sys.modules:
+                print(f"olmo_lns: {options[0]} had no effect: {script} did not import {row.title}", file=sys.stderr)
     return 0
 
 

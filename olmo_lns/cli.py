@@ -14,6 +14,7 @@ import yaml
 
 from olmo_lns import __version__, settings
 from olmo_lns.errors import LNSError, did_you_mean, one_line
+from olmo_lns.frameworks import FRAMEWORKS
 
 
 class Command(NamedTuple):
@@ -91,7 +92,9 @@ def _user_message(command: Command, error: Exception) -> str | None:
         module = (error.name or "").partition(".")[0]
         if not module or not command.extra or importlib.util.find_spec(module) is not None:
             return None
-        extra = {"olmo": "olmo", "olmo_core": "olmo-core", "megatron": "megatron"}.get(module, command.extra)
+        extra = command.extra
+        if module in FRAMEWORKS and module != "transformers":  # which is in each extra whose command needs it
+            extra = FRAMEWORKS[module].extra
         from olmo_lns.extras import unsupported
 
         remedy = unsupported(extra) or f"Run: pip install 'olmo-lns[{extra}]'"

@@ -12,6 +12,7 @@ from torch import nn
 from olmo_lns import initialization, settings, sites
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.folding import fold_norms
+from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
@@ -71,10 +72,6 @@ def apply(
     return model
 
 
-def _is_megatron(model: nn.Module) -> bool:
-    return any(base.__module__.startswith("megatron.core.") for base in type(model).__mro__)
-
-
 def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) -> None:
     """Check, before the model is run, what does not depend on its blocks.
 
@@ -82,7 +79,7 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
     """
     settings.check()
     any_model.require_unwrapped(model)
-    if not _is_megatron(model):
+    if framework_of(model) != "megatron":
         if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
             raise LNSConfigError(
                 f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25."
@@ -98,12 +95,12 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
 
 
 def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
-    modules = [base.__module__ for base in type(model).__mro__]
-    if _is_megatron(model):
+    framework = framework_of(model)
+    if framework == "megatron":
         from olmo_lns.integrations import megatron
 
         megatron.apply(model, exponent=scheme.parameters["exponent"], trained=trained)
-    elif "transformers.modeling_utils" in modules:
+    elif framework == "transformers":
         from olmo_lns.integrations import transformers
 
         transformers.apply(
@@ -116,12 +113,12 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, tr
             locate=any_model.locate_on_first_rank,
         )
     else:
-        blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None and norms is None else blocks
+        blocks = _blocks_of_olmo(model) if framework == "olmo" and blocks is None and norms is None else blocks
         located = any_model.locate_on_first_rank(model, example, blocks, norms)
         with sites.stock_on_failure(model):
             measured = any_model.attach(model, located, scheme, trained=trained)
             any_model.check_without_hooks(model, located, example)
-        if "olmo.model" in modules:
+        if framework == "olmo":
             from olmo_lns.integrations.olmo.model import mark_config
 
             mark_config(model, scheme)
@@ -152,14 +149,14 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
     """
     any_model.require_unwrapped(model)
     any_model.require_weights(model)
-    modules = [base.__module__ for base in type(model).__mro__]
-    if "transformers.modeling_utils" in modules:
+    framework = framework_of(model)
+    if framework == "transformers":
         from olmo_lns.integrations import transformers
 
         return transformers.fold(model, dtype, example=example)
     if not any(sites.sites(model)):
         raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
-    if _is_megatron(model):
+    if framework == "megatron":
         raise LNSConfigError(
             f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
             "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
@@ -172,7 +169,7 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
         )
     with any_model.undisturbed(model):
         fold_norms(model, any_model.forward(model, example), dtype)
-    if "olmo.model" in modules:
+    if framework == "olmo":
         from olmo_lns.integrations.olmo.model import unmark_config
 
         unmark_config(model)
@@ -229,7 +226,7 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
 
 
 def _make_plain(model: Any, blocks: Any, example: Any) -> None:
-    if _is_megatron(model):
+    if framework_of(model) == "megatron":
         raise LNSConfigError(
             f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
             "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
@@ -251,13 +248,13 @@ def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: 
             "output projections could be measured. Draw these weights like all others, without a depth factor."
         )
     any_model.require_unwrapped(model)
-    modules = [base.__module__ for base in type(model).__mro__]
-    if "transformers.modeling_utils" in modules:
+    framework = framework_of(model)
+    if framework == "transformers":
         from olmo_lns.integrations.transformers.models import locate
 
         located = locate(model, example, blocks)
     else:
-        blocks = _blocks_of_olmo(model) if "olmo.model" in modules and blocks is None else blocks
+        blocks = _blocks_of_olmo(model) if framework == "olmo" and blocks is None else blocks
         located = any_model.locate(model, example, blocks)
     found = nn.ModuleList(located.blocks_of(model))
     initialization.mark(list(found), located.projections, located.norms_of(model))

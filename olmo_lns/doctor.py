@@ -20,20 +20,13 @@ from olmo_lns import __version__, settings
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
 from olmo_lns.extras import unsupported
+from olmo_lns.frameworks import FRAMEWORKS, Framework
 from olmo_lns.hook import autoload_active
 
-#: Extra -> name, package, module, and the setting that selects a scheme.
-FRAMEWORKS = {
-    "olmo": ("OLMo", "ai2-olmo", "olmo", "--model.layer_norm_type=lns"),
-    "olmo-core": ("OLMo-core", "ai2-olmo-core", "olmo_core", "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}"),
-    "megatron": ("Megatron core", "megatron-core", "megatron.core", "--layernorm-scaling"),
-    "hf": ("transformers", "transformers", "transformers", "olmo_lns.apply(model)"),
-}
 
-
-def installed(extra: str) -> str | None:
+def installed(framework: Framework) -> str | None:
     """Return the version of a framework, or the folder of its checkout; None if it is not installed."""
-    _, package, module, _ = FRAMEWORKS[extra]
+    package, module = framework.package, framework.installed_as
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # the parent package is absent
@@ -50,17 +43,19 @@ def installed(extra: str) -> str | None:
 
 def missing_packages(extra: str) -> str:
     """Return the missing packages of an extra, with the command that installs them, or ``""``."""
-    if (problem := unsupported(extra)) and not (extra in FRAMEWORKS and installed(extra)):
+    framework = next((row for row in FRAMEWORKS.values() if row.extra == extra), None)
+    version = framework and installed(framework)
+    if not version and (problem := unsupported(extra)):
         return problem
-    checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
+    checkout = framework.package if framework and "/" in (version or "") else None
     missing = []
     for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):
         marker, name = requirement.marker, requirement.name
         if marker and "extra" in str(marker) and marker.evaluate({"extra": extra}) and name != checkout:
             try:
-                version = importlib.metadata.version(name)
-                if not requirement.specifier.contains(version, prereleases=True):
-                    missing.append(f"{name}{requirement.specifier} (version {version} is installed)")
+                found = importlib.metadata.version(name)
+                if not requirement.specifier.contains(found, prereleases=True):
+                    missing.append(f"{name}{requirement.specifier} (version {found} is installed)")
             except importlib.metadata.PackageNotFoundError:
                 missing.append(name)
     isolation = "--no-build-isolation " if extra == "te" else ""
@@ -73,15 +68,15 @@ def missing_packages(extra: str) -> str:
 def examine() -> tuple[list[str], list[str]]:
     """Return the lines of the report, and the problems that would stop a launch."""
     ready, rows, problems = [], [], []
-    for extra, (label, *_, setting) in FRAMEWORKS.items():
-        version, missing = installed(extra), missing_packages(extra)
-        if extra == "olmo-core" and missing and installed("olmo"):
+    for row in FRAMEWORKS.values():
+        version, missing = installed(row), missing_packages(row.extra)
+        if row.module == "olmo_core" and missing and installed(FRAMEWORKS["olmo"]):
             missing = (
                 "OLMo-core cannot be installed beside ai2-olmo. docs/olmo-core.md installs it in another environment."
             )
-        rows.append((label, version or "-", missing or setting))
+        rows.append((row.title, version or "-", missing or row.setting))
         if version and not missing:
-            ready.append(f"{label} {version}")
+            ready.append(f"{row.title} {version}")
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready)}."] if ready else []
     lines = lines or ["No supported framework is installed."]
     if settings.is_set(settings.DISABLE):

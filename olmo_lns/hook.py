@@ -1,9 +1,9 @@
 """Load an integration when its framework is imported, and wrap a framework's functions by name.
 
 At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path`` and one function on
-``sys.path_hooks``. Neither imports anything. The first import of a name in :data:`INTEGRATIONS` imports this module and
-runs the integration's ``register()``. ``register()`` requests a callback (:func:`on_import`) after each execution of a
-framework module whose functions it wraps. A missing function is an error only if a scheme is selected
+``sys.path_hooks``. Neither imports anything. The first import of a framework in :mod:`olmo_lns.frameworks` imports this
+module and runs the integration's ``register()``. ``register()`` requests a callback (:func:`on_import`) after each
+execution of a framework module whose functions it wraps. A missing function is an error only if a scheme is selected
 (:func:`require_wrapped`).
 
 A finder that was put in front later (typeguard's, jaxtyping's, pytest's) finds the framework first. The import system
@@ -26,19 +26,11 @@ from types import ModuleType
 from typing import Any, Callable, Iterable, Sequence
 
 from olmo_lns.errors import UpstreamChangedError, one_line
+from olmo_lns.frameworks import FRAMEWORKS
 from olmo_lns.settings import DISABLE, is_set, warn
 
 log = logging.getLogger("olmo_lns")
 
-#: Top-level name of a framework -> the package whose ``register()`` runs at the framework's first import. The start-up
-#: finder in ``olmo_lns_autoload.pth`` has the same names.
-INTEGRATIONS: dict[str, str] = {
-    "megatron": "olmo_lns.integrations.megatron",
-    "olmo": "olmo_lns.integrations.olmo",
-    "olmo_core": "olmo_lns.integrations.olmo_core",
-    "torchtitan": "olmo_lns.integrations.torchtitan",
-    "transformers": "olmo_lns.integrations.transformers",
-}
 #: Framework module -> a module of this package, above the integrations; ``register()`` runs after the framework module.
 FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
@@ -54,7 +46,7 @@ _missing: dict[str, list[str]] = {}
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """Find ``name`` with the other finders; arrange that its callbacks run after the module is executed."""
-    if (framework := name.partition(".")[0]) in INTEGRATIONS:
+    if (framework := name.partition(".")[0]) in FRAMEWORKS:
         activate(framework)
     _run_missed_callbacks()
     if name not in _callbacks:
@@ -132,7 +124,7 @@ class _Finder:
     def path_hook(self, path: str) -> Any:
         """Put the finder in front again while a framework is imported; find nothing."""
         name = os.path.basename(path)
-        if name in INTEGRATIONS and name in sys.modules:
+        if name in FRAMEWORKS and name in sys.modules:
             self.find_spec(name)
         raise ImportError
 
@@ -168,7 +160,7 @@ def activate(framework: str) -> None:
     """Run ``register()`` of a framework's integration once; its errors do not fail the framework's import."""
     if framework in _activated or is_set(DISABLE):
         return
-    name = INTEGRATIONS[framework]
+    name = FRAMEWORKS[framework].integration
     if name in sys.modules and not hasattr(sys.modules[name], "register"):
         return  # the integration is being imported; the next import calls activate again
     _activated.add(framework)

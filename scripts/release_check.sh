@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PY:-.venv/bin/python}
 read -ra torch <<< "${TORCH:-torch==2.13.0}"  # words: TORCH may have --index-url
-extras=${EXTRAS-analysis dev eval hf megatron olmo olmo-core sft study test vision}
+extras=${EXTRAS-analysis dev eval hf megatron olmo olmo-core sft study test torchtitan vision}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -77,7 +77,7 @@ for other in ${PYTHONS-python3.10 python3.11 python3.12 python3.13 python3.14}; 
   install "$environment" --no-deps "$wheel"
   (cd "$scratch" && "$environment/bin/olmo-lns" --version && "$environment/bin/olmo-lns" config copy olmo/60M-lns -o "$environment/60M-lns.yaml")
   "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" 2>&1 && { echo "doctor does not report the missing torch" >&2; exit 1; }
-  grep -q "not installed: pip install" "$environment/doctor.txt"
+  grep -q "missing. Run: pip install" "$environment/doctor.txt"
   echo "$("$other" --version): base without torch"
 done
 echo "release check passed"

@@ -31,7 +31,7 @@ ORDER = [
     ("response", "initialization", "shadow"),
     ("norm", "gains", "arms"),
     ("schemes",),
-    ("arguments", "extras", "settings", "processes", "temporary", "text", "tokenizers"),
+    ("arguments", "extras", "frameworks", "settings", "processes", "temporary", "text", "tokenizers"),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

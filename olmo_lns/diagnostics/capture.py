@@ -16,6 +16,7 @@ from torch import nn
 
 from olmo_lns import probe, trace
 from olmo_lns.errors import LNSError
+from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
 from olmo_lns.temporary import replaced_attribute
 
@@ -115,7 +116,7 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
                 "one length."
             )
         options |= {} if logits else {"logits_to_keep": 1}
-    elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
+    elif framework_of(model) == "olmo":
         options |= {} if logits else {"last_logits_only": True}
     elif hasattr(model, "base_model"):  # transformers
         target = model if logits else model.base_model
