@@ -396,7 +396,8 @@ def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
         starts: dict[str, set[float]] = defaultdict(set)
         for norm in each:
             for key, parameter in norm.named_parameters():
-                if len(_shape(parameter)) > 1:  # of a linear layer with its norm in it
+                shape = _shape(parameter)
+                if math.prod(shape) != max(shape, default=1):  # a matrix of a linear layer with its norm in it
                     continue
                 values = parameter.detach()
                 values = (values.full_tensor() if hasattr(values, "full_tensor") else values).flatten()

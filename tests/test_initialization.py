@@ -461,6 +461,28 @@ def test_gains_that_are_equal_in_a_norm_and_differ_between_blocks_hold_a_factor(
         olmo_lns.apply(model)
 
 
+class ImageGain(nn.Module):
+    """A norm whose gain has the shape of images or of a batch, as in many vision models."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1, 1, width))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:]) * self.g
+
+
+def test_trained_gains_of_any_shape_are_refused():
+    model = Model(norm=ImageGain)
+    with torch.no_grad():
+        model.layers["2"].n1.g[..., 3] += 0.1
+    with pytest.raises(CheckpointMismatchError, match="its norm .*n1 are not at their start"):
+        olmo_lns.apply(model)
+    with pytest.raises(LNSConfigError, match="its norm .*n1 are not at their start"):
+        olmo_lns.plain_initialization(model)
+    olmo_lns.apply(Model(norm=ImageGain))
+
+
 def test_a_refusal_leaves_no_marks():
     model = wide(wang)
     with pytest.raises(LNSConfigError):
