@@ -140,7 +140,8 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
 
     :param model: a model that :func:`apply` took, neither compiled nor sharded.
     :param example: as in :func:`apply`.
-    :param dtype: torch dtype of the changed weights; None keeps theirs.
+    :param dtype: torch dtype of the changed weights, to which the others are converted afterwards, as by
+        ``model.to(dtype)``; None keeps theirs.
     :raises LNSConfigError: a model without a scheme, of Megatron, without weights here, or whose factors cannot be
         folded.
     :raises MeasurementError: the output would change. In every case the model is left unchanged.
@@ -257,12 +258,8 @@ def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: 
         blocks = _blocks_of_olmo(model) if framework == "olmo" and blocks is None else blocks
         located = any_model.locate(model, example, blocks)
     found = nn.ModuleList(located.blocks_of(model))
-    initialization.mark(list(found), located.projections, located.norms_of(model))
-    if any(map(is_absent, model.parameters())):
-        return "plain initialization: projections found; call it again in every process once the weights are drawn"
-    try:
+    with initialization.marks_restored_on_failure(model):
+        initialization.mark(list(found), located.projections, located.norms_of(model))
+        if any(map(is_absent, model.parameters())):
+            return "plain initialization: projections found; call it again in every process once the weights are drawn"
         return initialization.make_plain(model if not is_marked else found)
-    except LNSError:
-        if not is_marked:
-            initialization.unmark(model)
-        raise

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from olmo_lns import sites
+from olmo_lns import initialization, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.response import first_output, replace_first
 
 #: One factor for a whole parameter, or fp64 (rows,) with a factor for each row.
 Factor = float | torch.Tensor
@@ -42,7 +43,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
 
     :param run: runs one forward of the model in eval mode and returns the output. The forward shows which linear
         layers read a norm without a gain.
-    :param dtype: dtype of the changed parameters; None keeps theirs.
+    :param dtype: dtype of the changed parameters; None keeps theirs. Other parameters are not converted.
     :raises LNSConfigError: a factor cannot be folded into the weights.
     :raises MeasurementError: a norm does not multiply by its gain, or the output changed. In either case the model is
         left unchanged.
@@ -68,24 +69,29 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
             folded_values[parameter] = value
     saved = {parameter: parameter.data for parameter in folded_values}
     factors = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms.values()}
-    for parameter, value in folded_values.items():
-        parameter.data = value
+    for parameter, value in folded_values.items():  # the other weights keep their dtype, so the model runs in it
+        parameter.data = value.to(parameter.dtype)
     for norm in norms.values():
         norm.lns_scale, norm.lns_scale_tensor = 1.0, torch.ones_like(norm.lns_scale_tensor)
     try:
-        check_finite((name, parameter) for name, parameter in model.named_parameters() if parameter in folded_values)
-        _require_same_output(model, expected, _output(run, []), [*folded_values])
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        check_finite((names[parameter], value) for parameter, value in folded_values.items())
+        _require_same_output(model, expected, _output(run, []), [*folded_values.values()])
     except BaseException:
         for parameter, data in saved.items():
             parameter.data = data
         for norm, (factor, tensor) in factors.items():
             norm.lns_scale, norm.lns_scale_tensor = factor, tensor
         raise
+    for parameter, value in folded_values.items():
+        parameter.data = value
     sites.restore(model)
+    for norm in bare:
+        initialization.mark_folded(norm)
 
 
 def _require_same_output(
-    model: nn.Module, expected: torch.Tensor, found: torch.Tensor, changed: list[nn.Parameter]
+    model: nn.Module, expected: torch.Tensor, found: torch.Tensor, changed: list[torch.Tensor]
 ) -> None:
     """Compare the outputs before and after. :raises MeasurementError: they differ by more than rounding."""
     dtypes = {expected.dtype, *(parameter.dtype for parameter in changed)}
@@ -123,8 +129,8 @@ def _folded(
                 key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
             }
             try:
-                expected = factor * stock(x.to(gain.device))
-                actual = torch.func.functional_call(stock, candidate, (x.to(gain.device),))
+                expected = factor * first_output(stock(x.to(gain.device)))
+                actual = first_output(torch.func.functional_call(stock, candidate, (x.to(gain.device),)))
             except Exception:
                 break
             if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
@@ -143,8 +149,9 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def wrote(norm: Any, args: Any, output: torch.Tensor) -> None:
-        outputs[output.data_ptr()] = norm, output  # kept alive, so that its memory is not reused
+    def wrote(norm: Any, args: Any, output: Any) -> None:
+        y = first_output(output)
+        outputs[y.data_ptr()] = norm, y  # kept alive, so that its memory is not reused
 
     def read(module: nn.Module, args: Any) -> None:
         norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
@@ -161,12 +168,17 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
             "a factor goes into a projection with an adapter, which would not be multiplied. Merge adapters first "
             "(merge_and_unload())."
         )
-    handles = [norm.register_forward_hook(lambda module, args, output: 2.0 * output) for norm in norms]
+    handles = [norm.register_forward_hook(_doubled) for norm in norms]
     halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in all_readers]
     difference = float((_output(run, handles + halved) - expected).abs().max())
     if not all(readers.values()) or difference > 1e-3 * float(expected.abs().max()):
         raise LNSConfigError(f"{type(model).__name__}: not only projections read its norms, which have no weights.")
     return readers
+
+
+def _doubled(module: Any, args: Any, output: Any) -> Any:
+    """A forward hook."""
+    return replace_first(output, 2.0 * first_output(output))
 
 
 def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:

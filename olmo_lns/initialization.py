@@ -7,6 +7,7 @@ others: at std/sqrt(2L) in a model of L blocks, or at std/sqrt(2l) in block l. A
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import statistics
@@ -28,7 +29,9 @@ __all__ = [
     "drawn_std",
     "make_plain",
     "mark",
+    "mark_folded",
     "marked",
+    "marks_restored_on_failure",
     "measure",
     "residual_projections",
     "trained_norm",
@@ -39,6 +42,8 @@ __all__ = [
 _MEASURABLE = 1000
 #: Of more parameters whose names differ in numbers only, one that has an effect is examined.
 _FEW = 4
+#: What :func:`mark` records on modules.
+_MARKS = ("lns_matrices", "lns_norm")
 #: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
 _RULES: dict[str, Callable[[int, int], float]] = {
     "plain": lambda number, n_layers: 1.0,
@@ -186,11 +191,26 @@ def mark(
             vars(block.get_submodule(path)).setdefault("lns_matrices", {})[own_name] = matrix
 
 
-def unmark(model: nn.Module) -> None:
-    """Remove what :func:`mark` recorded."""
-    for module in model.modules():
-        for name in ("lns_matrices", "lns_norm"):
-            vars(module).pop(name, None)
+def unmark(module: nn.Module) -> None:
+    """Remove what :func:`mark` recorded on a module."""
+    for name in _MARKS:
+        vars(module).pop(name, None)
+
+
+@contextmanager
+def marks_restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """Give a model the marks that it had before, if :func:`mark` or what follows it fails."""
+    before = {
+        module: {name: copy.copy(vars(module)[name]) for name in _MARKS if name in vars(module)}
+        for module in model.modules()
+    }
+    try:
+        yield
+    except BaseException:
+        for module, marks in before.items():
+            unmark(module)
+            vars(module).update(marks)
+        raise
 
 
 def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
@@ -390,9 +410,12 @@ def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
     A fresh norm has equal gains, in all blocks. Different gains were trained, or hold a factor, as after a fold.
 
     :param norms: name in the block -> that norm in all blocks. Weights on the meta device tell nothing. If they are
-        sharded, every process must call this.
+        sharded, every process must call this. A norm without weights that :func:`mark_folded` marked is not at its
+        start either.
     """
     for name, each in norms.items():
+        if any("lns_folded" in vars(norm) for norm in each):
+            return name
         starts: dict[str, set[float]] = defaultdict(set)
         for norm in each:
             for key, parameter in norm.named_parameters():
@@ -409,6 +432,11 @@ def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
         if any(len(values) > 1 for values in starts.values()):
             return name
     return ""
+
+
+def mark_folded(norm: nn.Module) -> None:
+    """Record that the linear layers after a norm hold its factor, since a norm without weights does not show it."""
+    vars(norm)["lns_folded"] = True
 
 
 def drawn_std(weight: torch.Tensor) -> float | None:

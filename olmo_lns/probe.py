@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import residual_projections
-from olmo_lns.response import first_output
+from olmo_lns.response import first_output, replace_first
 from olmo_lns.shadow import RandomWeights, is_absent
 
 __all__ = [
@@ -37,7 +37,8 @@ __all__ = [
     "looks_like_norm",
     "pre_ln_sites",
     "random_copy",
-    "replace_first",
+    "reads_through_a_norm",
+    "set_training",
     "stream_of",
 ]
 
@@ -297,6 +298,14 @@ class Replay:
                 self.norms[name] = leaves[name]
             if len(norm_calls) == 1:
                 self.all_norms[name], self.held[name] = leaves[name], self.draw(y)
+        # A norm may hold another one, whose output it multiplies by its gain.
+        for inner in [name for name in calls_by_name if self._outer_norm(name)]:
+            for found in (self.norms, self.all_norms, self.held):
+                found.pop(inner, None)
+
+    def _outer_norm(self, name: str) -> str | None:
+        """Return the norm that holds the norm ``name``."""
+        return next((outer for outer in self.all_norms if name.startswith(f"{outer}.")), None)
 
     def run(
         self,
@@ -379,18 +388,22 @@ class Replay:
     @contextmanager
     def _training(self, trains: bool) -> Iterator[None]:
         """Set the mode of the copy, without dropout, and gradients, temporarily."""
-        for module in self.block.modules():
-            module.training = trains and not isinstance(module, nn.modules.dropout._DropoutNd)
+        in_eval = vars(self).pop("_rest", None)
+        set_training(self.block, trains)
         try:
             with torch.set_grad_enabled(trains):
                 yield
         finally:
             self.block.eval()
+            vars(self).pop("_rest", None)
+            if in_eval is not None:
+                self._rest = in_eval
 
     def given_sites(self, names: tuple[str, ...]) -> BlockSites:
         """Check that the block reads its stream through the owner's norms and nowhere else."""
         if missing := [name for name in names if name not in self.norms]:
-            raise _NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream")
+            others = f"; its norms are {', '.join(self.norms)}" if self.norms else ""
+            raise _NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
         self.names = names
         if not self.constant(names):
             self.call = replace(self.call, summed=True)
@@ -399,7 +412,7 @@ class Replay:
         for name in names:
             if float(self.effect(self.norms[name]).norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}, given by norms=")
-        self._check_training()
+        self._check_training(ends=False)
         return self._result()
 
     def sites(self, known: tuple[str, ...] | None) -> BlockSites:
@@ -447,13 +460,14 @@ class Replay:
                 raise _NotPreLN(f"nothing reads its norm {name}")
         if len(self.names) > 2:
             raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
+        for name in [name for name in self.norms if name not in self.names]:
+            if not self._has_effect(name):
+                raise _NotPreLN(
+                    f"its norm {name} runs without any effect, as if its branch were switched off; its factor would "
+                    "be missing once the branch is switched on"
+                )
         self._check_one_stream(site_names)
-        for name in self.norms.keys() - set(self.names):
-            if _is_one_element(self.effect(self.norms[name], change=_raise_one_element)):
-                raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
-        for name in self.names:
-            if self._ends_in_function(name):
-                raise _NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
+        self._check_ends_of_branches(site_names)
         if len(self.names) == 2:
             together = self.effect(*(self.norms[name] for name in self.names)) - sum(single_effects)
             if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
@@ -466,12 +480,42 @@ class Replay:
             )
         self._check_training()
 
-    def _check_training(self) -> None:
-        """Check training mode. :raises _NotPreLN: the block bypasses its norms there."""
+    def _has_effect(self, name: str) -> bool:
+        """Return true if a change of this norm's output changes an output of the block, be it the stream or another."""
+        outputs: list[list[torch.Tensor]] = []
+
+        def note(block: nn.Module, args: Any, output: Any) -> None:
+            leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+            outputs.append([leaf.detach().double() for leaf in leaves if torch.is_tensor(leaf)])
+
+        with hooks([self.block.register_forward_hook(note)]):
+            self.moved()
+            self.run(self.x, self.names, {self.norms[name]: _roll_channels})
+        return not all(self._equal(a, b) for a, b in zip(*outputs, strict=True))
+
+    def _check_ends_of_branches(self, site_names: str) -> None:
+        """Refuse Sandwich-LN. :raises _NotPreLN: a branch that ends in a norm, be it a module or a function."""
+        for name in self.norms.keys() - set(self.names):
+            if _is_one_element(self.effect(self.norms[name], change=_raise_one_element)):
+                raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
+        for name in self.names:
+            if self._ends_in_function(name):
+                raise _NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
+
+    def _check_training(self, *, ends: bool = True) -> None:
+        """Check training mode. :param ends: also check the ends of the branches.
+
+        :raises _NotPreLN: the block bypasses its norms there, or its branches end in a norm.
+        """
+        site_names = " and ".join(self.names)
+        changes = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
+        in_eval = self.rest, self.run(self.x, self.names, changes)[0]
         with self._training(True):
-            trains = self.constant(self.names)
-        if not trains:
-            raise _NotPreLN(f"in training mode its branches bypass {' and '.join(self.names)}")
+            if not self.constant(self.names):
+                raise _NotPreLN(f"in training mode its branches bypass {site_names}")
+            in_training = self.rest, self.run(self.x, self.names, changes)[0]
+            if ends and not all(self._equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
+                self._check_ends_of_branches(f"{site_names} in training mode")
 
     def _check_one_stream(self, site_names: str) -> None:
         """Refuse a second stream.
@@ -602,6 +646,35 @@ class Replay:
         return _is_one_element(self.effect(module, change=_raise_one_element))
 
 
+def set_training(module: nn.Module, trains: bool) -> None:
+    """Set the mode of a module's parts, except dropout, which stays off."""
+    for part in module.modules():
+        part.training = trains and not isinstance(part, nn.modules.dropout._DropoutNd)
+
+
+def reads_through_a_norm(module: nn.Module, call: Call) -> bool:
+    """Return true for a module that adds to its stream something that does not depend on the stream's size.
+
+    Such a module is a Pre-LN block or a branch of one, be its norms modules or functions. The second branch of a block
+    depends on the size a little, since it reads the output of the first.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+            copied, call = random_copy(module), _cast(call, torch.float32)
+            generator = torch.Generator().manual_seed(5)
+            x, another = torch.randn((2, *call.stream.shape), generator=generator, device="cpu").to(call.stream)
+
+            def added(x: torch.Tensor) -> torch.Tensor:
+                return call.replay(copied, x).double() - x.double()
+
+            small, large, other = added(64.0 * x), added(256.0 * x), added(64.0 * another)
+    except Exception:  # no block: its shapes depend on values, or it needs half precision
+        return False
+    size = float(small.norm())
+    depends = float((other - small).norm()) > 0.2 * size > 1e-3 * float(x.norm())
+    return depends and float((large - small).norm()) < 0.2 * size
+
+
 def _roll_channels(y: torch.Tensor) -> torch.Tensor:
     return 2.0 * y.roll(1, -1)
 
@@ -617,11 +690,6 @@ def _is_one_element(moved: torch.Tensor) -> bool:
     """Return true if a block's output moved in one element only."""
     size = moved.abs()
     return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
-
-
-def replace_first(output: Any, value: Any) -> Any:
-    """Return a module's output with another first tensor."""
-    return (value, *output[1:]) if isinstance(output, tuple) else value
 
 
 def _norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -12,12 +12,20 @@ from typing import Any, Mapping
 import torch
 from torch import nn
 
-__all__ = ["Response", "first_output", "response"]
+__all__ = ["Response", "first_output", "replace_first", "response"]
 
 
 def first_output(output: Any) -> Any:
     """Return a module's output, or the first of its outputs."""
     return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def replace_first(output: Any, value: Any) -> Any:
+    """Return a module's output with another value in the place of :func:`first_output`."""
+    if not isinstance(output, (tuple, list)) or not output:
+        return value
+    values = value, *output[1:]
+    return [*values] if isinstance(output, list) else type(output)(*values) if hasattr(output, "_fields") else values
 
 
 @dataclass(frozen=True)

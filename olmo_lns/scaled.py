@@ -18,7 +18,7 @@ import torch
 
 from olmo_lns.errors import MeasurementError
 from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
-from olmo_lns.response import Response, response
+from olmo_lns.response import Response, first_output, replace_first, response
 from olmo_lns.schemes import Plan
 
 
@@ -105,7 +105,7 @@ class ScaledForward:
 
 
 def _times(output: Any, factor: Any) -> Any:
-    return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+    return replace_first(output, first_output(output) * factor)
 
 
 _derived: dict[tuple[type, type], Any] = {}

@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import dataclass, fields
 from typing import Any, Iterable, Iterator
 
+from olmo_lns import initialization
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.scaled import Scaled, ScaledForward, restore_class
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
@@ -102,28 +103,34 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
 
 
 def restore(model: Any) -> None:
-    """Remove the scheme from a model, after a failed attempt or a fold: its modules get their stock classes back."""
+    """Remove the scheme from a model, after a fold: its modules get their stock classes back."""
     for module in model.modules():
-        forward = vars(module).get("forward")
-        if "lns_scale" in vars(module):
-            made_of = type(module).__dict__.get("lns_made_of")
-            stock = (
-                made_of[1]
-                if made_of
-                else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
-            )
-            restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
-        for record in ("lns_sites", "lns_matrices", "lns_norm"):
-            vars(module).pop(record, None)
+        _restore_module(module)
+
+
+def _restore_module(module: Any) -> None:
+    forward = vars(module).get("forward")
+    if "lns_scale" in vars(module):
+        made_of = type(module).__dict__.get("lns_made_of")
+        stock = (
+            made_of[1] if made_of else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
+        )
+        restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
+    vars(module).pop("lns_sites", None)
+    initialization.unmark(module)
 
 
 @contextlib.contextmanager
 def stock_on_failure(model: Any) -> Iterator[None]:
-    """Restore the classes of a stock model if a scheme cannot be attached or measured, or on an interruption."""
-    was_stock = next(sites(model), None) is None
-    try:
-        yield
-    except BaseException:
-        if was_stock:
-            restore(model)
-        raise
+    """Restore the classes of stock modules if a scheme cannot be attached or measured, or on an interruption.
+
+    Modules that had a scheme before, such as those of another tower, keep it.
+    """
+    stock = [module for module in model.modules() if not _sites_of(module) and "lns_scale" not in vars(module)]
+    with initialization.marks_restored_on_failure(model):
+        try:
+            yield
+        except BaseException:
+            for module in stock:
+                _restore_module(module)
+            raise

@@ -14,8 +14,9 @@ from torch import nn
 
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.response import replace_first
 
-__all__ = ["Blocks", "Trace", "call_of", "find_blocks", "norms_example", "record"]
+__all__ = ["Blocks", "Trace", "call_of", "find_blocks", "norms_example", "record", "require_same_in_training"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -28,12 +29,14 @@ class Trace:
     :param calls: module -> its last call; None for a module whose output is no stream.
     :param outputs: module with a call -> the stream that it returned.
     :param shapes: module without inner weights -> the shape of its input.
+    :param widths: module whose output has the shape of its input -> the last dimension, of its last call.
     """
 
     runs: dict[nn.Module, int] = field(default_factory=dict)
     calls: dict[nn.Module, probe.Call | None] = field(default_factory=dict)
     outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     shapes: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
+    widths: dict[nn.Module, int] = field(default_factory=dict)
 
     def ran_once(self, module: nn.Module) -> bool:
         """Return true for a module that ran once, on a stream that it returned."""
@@ -55,9 +58,12 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.runs[module] = trace.runs.get(module, 0) + 1
+        call, stream = call_of(args, kwargs, output), probe.stream_of(output)
+        if call is not None and stream is not None:
+            trace.widths[module] = call.stream.shape[-1]
         if module in members:
-            trace.calls[module] = call_of(args, kwargs, output)
-            if trace.calls[module] is not None and (stream := probe.stream_of(output)) is not None:
+            trace.calls[module] = call
+            if call is not None and stream is not None:
                 trace.outputs[module] = stream
         value = next(iter((*args, *kwargs.values())), None)
         if torch.is_tensor(value) and probe.is_leaf(module):
@@ -104,7 +110,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
                 f"stream; they did not. Give the norms themselves: {norms_example(model, trace)}."
             )
         _require_one_stream(model, listed, trace, "blocks=", run)
-        _require_whole_depth(model, listed, trace, "blocks=", run)
+        _require_whole_depth(model, listed, trace, "blocks=", run, is_given=True)
         return Blocks("", listed, trace)
     stacks: dict[str, list[nn.Module]] = {}
     for name, listed in lists.items():
@@ -127,7 +133,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     _require_numbers(model, name)
     listed = _blocks_of_chunks(name, listed, lists, trace)
     _require_one_stream(model, listed, trace, name, run)
-    _require_whole_depth(model, listed, trace, name, None)
+    _require_whole_depth(model, listed, trace, name, run, is_given=False)
     return Blocks(name, listed, trace)
 
 
@@ -256,15 +262,19 @@ def _require_numbers(model: nn.Module, name: str) -> None:
 
 
 def _require_whole_depth(
-    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any] | None
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any], *, is_given: bool
 ) -> None:
     """Check that no similar block ran outside of the list, or, for given blocks, that it is another tower's.
 
-    :param run: runs the model, for given blocks; None for a list that was found.
     :raises LNSConfigError: the names of the similar blocks.
     """
-    outside = _similar_modules(model, blocks, trace)
-    if not outside or (run is not None and _is_separate(blocks, list(outside.values()), run)):
+    widths = {call.stream.shape[-1] for block in blocks if (call := trace.calls[block]) is not None}
+    outside = _similar_modules(model, blocks, trace, widths)
+    others: set[nn.Module] = set()
+    if outside and is_given and _is_separate(blocks, list(outside.values()), run):
+        others, outside = {part for module in outside.values() for part in module.modules()}, {}
+    outside = outside or _functional_blocks(model, {*blocks, *others}, trace, widths, run)
+    if not outside or (is_given and _is_separate(blocks, list(outside.values()), run)):
         return
     raise LNSConfigError(
         f"{type(model).__name__}: found {len(blocks)} blocks in {source} and similar blocks outside of it: "
@@ -273,13 +283,14 @@ def _require_whole_depth(
     )
 
 
-def _similar_modules(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> dict[str, nn.Module]:
+def _similar_modules(
+    model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int]
+) -> dict[str, nn.Module]:
     """Return the modules outside of the blocks that ran and may be blocks as well.
 
     These are modules of the blocks' classes, and modules with two norms or more of the blocks' width.
     """
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    widths = {call.stream.shape[-1] for block in blocks if (call := trace.calls[block]) is not None}
     alike: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parts = set(module.modules())
@@ -296,30 +307,94 @@ def _similar_modules(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace
     return alike
 
 
+def _functional_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
+) -> dict[str, nn.Module]:
+    """Return the modules outside of the blocks that may be blocks whose norms are functions, or one module.
+
+    They add to a stream of the blocks' width what they read through a norm, which one more forward and a copy show.
+    """
+    inner = {module for block in blocks for module in block.modules()}
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if trace.runs.get(module) == 1
+        and trace.widths.get(module) in widths
+        and not inner.intersection(module.modules())
+        and not (probe.looks_like_norm(module) or type(module).__module__.startswith("torch.nn."))
+        and any(parameter.dim() > 1 for parameter in module.parameters())
+    }
+    if not candidates:
+        return {}
+    calls, found = record(model, run, candidates.values()).calls, {}
+    for name, module in candidates.items():
+        call = calls.get(module)
+        inside = any(_is_inside(name, outer) for outer in found)
+        if call is not None and not inside and probe.reads_through_a_norm(module, call):
+            found[name] = module
+    return found
+
+
+def require_same_in_training(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Run a model in training mode, and refuse blocks that run only there, and norms that run several times there.
+
+    A model that does not run there on the example, for example since it needs labels, is not checked.
+
+    :param blocks: the blocks, or the given norms if no module runs a block. :param norms: all norms to be scaled.
+    :param trace: the forward in eval mode.
+    :raises LNSConfigError: the names of such blocks or norms.
+    """
+    names, norms = {module: name for name, module in model.named_modules()}, list(norms)
+    widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
+    try:
+        in_training = record(model, run, ())
+        similar = _similar_modules(model, blocks, in_training, widths)
+        similar |= _functional_blocks(model, blocks, in_training, widths, run)
+    except LNSConfigError:
+        return
+    again = [names[norm] for norm in norms if in_training.runs.get(norm, 0) > 1]
+    added = [name for name, module in similar.items() if not any(part in trace.runs for part in module.modules())]
+    if again or added:
+        raise LNSConfigError(
+            f"{type(model).__name__}: in training mode its forward runs {', '.join(again or added)} "
+            f"{'several times' if again else 'as well, which look like blocks and do not run in eval mode'}. Expected "
+            "the same blocks, once each, in both modes. LayerNorm Scaling cannot number blocks that only train."
+        )
+
+
 def _require_one_stream(
     model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any]
 ) -> None:
-    """Check that each block gets its stream from the one before, by one more run where something is in between.
+    """Check that each block gets its stream from the one before, by more runs where something is in between.
 
-    :raises LNSConfigError: a block whose input does not depend on the first block, as in a model of two streams.
+    :raises LNSConfigError: a block whose input does not depend on the first block, as in a model of two streams, or
+        does not depend on the size of what the block before it gives.
     """
     calls = [trace.calls[block] for block in blocks]
     pairs = zip(blocks, calls[1:], strict=False)
     if all(call is not None and _is_same(trace.outputs[block], call.stream) for block, call in pairs):
         return
-    streams: dict[nn.Module, torch.Tensor] = {}
 
-    def change(module: nn.Module, args: Any, output: Any) -> Any:
-        return replace_stream(output, 2.0 * probe.stream_of(output).roll(1, -1))  # type: ignore[union-attr]
+    def inputs(changed: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Return the streams that blocks get while the outputs of others are changed."""
+        streams: dict[Any, torch.Tensor] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        place = trace.calls[module].place  # type: ignore[union-attr]
-        streams[module] = args[place] if isinstance(place, int) else kwargs[place]
+        def replace(module: nn.Module, args: Any, output: Any) -> Any:
+            return replace_stream(output, change(probe.stream_of(output)))  # type: ignore[arg-type]
 
-    hooks = [blocks[0].register_forward_hook(change)]
-    hooks += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[1:]]
-    with probe.hooks(hooks), torch.no_grad():
-        run()
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            place = trace.calls[module].place  # type: ignore[union-attr]
+            streams[module] = args[place] if isinstance(place, int) else kwargs[place]
+
+        hooks = [block.register_forward_hook(replace) for block in changed]
+        hooks += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[1:]]
+        with probe.hooks(hooks), torch.no_grad():
+            run()
+        return streams
+
+    streams = inputs(blocks[:1], lambda y: 2.0 * y.roll(1, -1))
     for number, (block, call) in enumerate(zip(blocks[1:], calls[1:], strict=True), start=2):
         if call is not None and block in streams and _is_same(streams[block], call.stream):
             raise LNSConfigError(
@@ -327,6 +402,36 @@ def _require_one_stream(
                 "not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give the blocks or the "
                 f"norms of one stream: {norms_example(model, trace)}."
             )
+    # Between stages of other widths, as in Swin, the stream may be normalised.
+    between = [
+        number
+        for number, (before, block, call) in enumerate(zip(blocks, blocks[1:], calls[1:], strict=False), start=1)
+        if call is not None
+        and trace.outputs[before].shape == call.stream.shape
+        and not _is_same(trace.outputs[before], call.stream)
+    ]
+    if not between:
+        return
+
+    def fixed(size: float, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda y: size * torch.randn(y.shape, generator=generator, device="cpu").to(y)
+
+    try:
+        small, large, other = (inputs(blocks, fixed(*each)) for each in ((64.0, 6), (256.0, 6), (64.0, 7)))
+    except LNSConfigError:  # the model does not run on other values
+        return
+    for number in between:
+        block = blocks[number]
+        if block in small and block in large and block in other:
+            size = float(small[block].norm())
+            differences = [float((each[block] - small[block]).norm()) for each in (large, other)]
+            if differences[0] < 0.05 * size < differences[1]:
+                raise LNSConfigError(
+                    f"{type(model).__name__}: the stream is normalised between the blocks {number} and {number + 1} in "
+                    f"{source}. LayerNorm Scaling expects a residual stream that grows through all blocks. If you want "
+                    f"its factors here, give the norms: {norms_example(model, trace)}."
+                )
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -337,7 +442,7 @@ def replace_stream(output: Any, value: torch.Tensor) -> Any:
     """Return a block's output with another stream: in its place, in a tuple, or as ``last_hidden_state``."""
     if hasattr(output, "last_hidden_state"):
         return type(output)(**{**dict(output), "last_hidden_state": value})
-    return probe.replace_first(output, value)
+    return replace_first(output, value)
 
 
 def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:

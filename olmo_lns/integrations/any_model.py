@@ -20,7 +20,7 @@ from olmo_lns import given_norms, initialization, probe, records, shadow, sites,
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.norm import NormArithmetic
 from olmo_lns.processes import is_first_process
-from olmo_lns.response import first_output, response
+from olmo_lns.response import first_output, replace_first, response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
@@ -243,6 +243,10 @@ def _locate(
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
         hooked = [name for block, each in probes for name in _norms_to_hook(block, each, arithmetic_of)]
     _require_one_run(names, block_norms, found.trace)
+    with undisturbed(model):
+        probe.set_training(model, True)
+        members = [norm for each in block_norms for norm in each]
+        trace.require_same_in_training(model, found.blocks or members, members, found.trace, run)
     everything = [names[norm] for each in block_norms for norm in each]
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
     return Located(
@@ -254,7 +258,7 @@ def _locate(
         tuple(dict.fromkeys(name for _, each in probes for name in each.cancelled)),
         tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
         tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
-        _left(model, found.trace),
+        _left(model, stack, found.trace),
         norms is not None,
         projections,
     )
@@ -344,8 +348,8 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
-def _left(model: nn.Module, traced: trace.Trace) -> tuple[str, ...]:
-    """Return the names of parts with two norms or more that the example did not run, such as another tower."""
+def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: trace.Trace) -> tuple[str, ...]:
+    """Return the names of what the example did not run: parts with two norms or more, and norms of the blocks."""
     left: list[str] = []
     for name, module in model.named_modules():
         parts = list(module.modules())
@@ -356,6 +360,11 @@ def _left(model: nn.Module, traced: trace.Trace) -> tuple[str, ...]:
             and not any(name.startswith(f"{outer}.") for outer in left)
         ):
             left.append(name)
+        elif not list(module.children()) and module not in traced.runs and probe.looks_like_norm(module):
+            place = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            inside = any(block is not None and module in set(block.modules()) for block in stack)
+            if inside and place not in left:
+                left.append(place)
     return tuple(left)
 
 
@@ -386,7 +395,7 @@ def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arith
         sites.restore(each)
     for name in found.names:
         reference.get_submodule(name).register_forward_hook(
-            lambda module, args, output: probe.replace_first(output, factor * first_output(output))
+            lambda module, args, output: replace_first(output, factor * first_output(output))
         )
         norm = scaled_copy.get_submodule(name)
         shape = tuple(replay.call.stream.shape)
@@ -436,9 +445,9 @@ def attach(
         name = initialization.trained_norm(located.norms_of(model))
         source = getattr(model, "name_or_path", "") or type(model).__name__
         records.require_fresh(name, scheme, source=source, trained=trained)
-    if located.projections:
-        initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
     with shadow.real_default_device(model), sites.stock_on_failure(model):
+        if located.projections:
+            initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
         for number, (names, shape) in enumerate(zip(located.norms, located.shapes, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)

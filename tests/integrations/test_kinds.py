@@ -37,7 +37,11 @@ def check(model, reference, expected, x):
     for number, names in enumerate(expected, start=1):
         for name in names:
             factor = float(torch.tensor(number, dtype=torch.float64) ** -0.5)
-            reference.get_submodule(name).register_forward_hook(lambda m, args, y, factor=factor: factor * y)
+            reference.get_submodule(name).register_forward_hook(
+                lambda m, args, y, factor=factor: (
+                    type(y)([factor * y[0], *y[1:]]) if isinstance(y, (list, tuple)) else factor * y
+                )
+            )
     for trains, grad in itertools.product((False, True), (False, True)):
         found, wanted = (run(each, x, trains, grad) for each in (model, reference))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -87,6 +91,15 @@ def encoder(**options):
             pairs("{0}.n1 {0}.n2", (1,), (2,), (3,)),
             X,
         ),
+        # Norms of other forms.
+        (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.GainOutside)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.Scaled)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (lambda: kinds.Stack(lambda: kinds.SeveralBlock(tuple)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (lambda: kinds.Stack(lambda: kinds.SeveralBlock(list)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (lambda: kinds.AdaptiveStack(kinds.AdaptiveBlock), in_list("layers.{0}.n1.norm layers.{0}.n2.norm"), X),
+        # What adds to the stream without a norm is no block.
+        (lambda: kinds.Mixed(before=kinds.Adapter), in_list("layers.{0}.n1 layers.{0}.n2", 3), X),
+        (lambda: kinds.Stack(kinds.Drops), in_list("layers.{0}.n1 layers.{0}.n2"), X),
     ],
 )
 def test_a_model_is_found_by_itself(make, expected, x):
@@ -210,6 +223,33 @@ REFUSED = {
         ),
         {},
         "similar blocks",
+    ),
+    "a second list whose norms are functions": (
+        lambda: kinds.Mixed(after=kinds.FunctionalPair),
+        {},
+        "outside of it: last",
+    ),
+    "a block with one norm in front": (lambda: kinds.Mixed(kinds.Fused), {}, "outside of it: first"),
+    "given blocks beside functions": (
+        lambda: kinds.Mixed(after=kinds.FunctionalPair),
+        {"blocks": lambda m: m.layers},
+        "similar blocks outside",
+    ),
+    "a stream that is normalised between blocks": (kinds.Between, {}, "normalised between the blocks 1 and 2.*norms="),
+    "a third branch that is switched off": (lambda: kinds.Stack(lambda: kinds.Gated(1.0, 0.0)), {}, "n3 runs without"),
+    "attention that is switched off": (lambda: kinds.Stack(lambda: kinds.Gated(0.0, 1.0)), {}, "n1 runs without"),
+    "a function at the end in training": (lambda: kinds.Stack(kinds.TrainingEnd), {}, "ends in a norm that is a func"),
+    "a branch in training": (lambda: kinds.Stack(kinds.TrainingBranch), {}, "in training mode its branches bypass"),
+    "blocks in training": (lambda: kinds.TrainingBlocks(after=kinds.Listed), {}, "training mode its forward runs last"),
+    "blocks in training whose norms are functions": (
+        lambda: kinds.TrainingBlocks(after=kinds.FunctionalPair),
+        {},
+        "training mode its forward runs last",
+    ),
+    "norms that take a condition": (
+        lambda: kinds.AdaptiveStack(kinds.AdaptiveBlock),
+        {"norms": lambda m: [(b.n1, b.n2) for b in m.layers]},
+        "n1.norm, n2.norm",
     ),
     "norms of a part of the blocks": (
         kinds.Stack,

@@ -12,11 +12,11 @@ def attention(qkv):
 
 
 class Block(nn.Module):
-    """A Pre-LN block as in a vision transformer."""
+    """A Pre-LN block as in a vision transformer. :param norm: makes a norm."""
 
-    def __init__(self, d=D):
+    def __init__(self, d=D, norm=nn.LayerNorm):
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.n1, self.n2 = norm(d), norm(d)
         self.qkv, self.o, self.up, self.down = (
             nn.Linear(d, 3 * d),
             nn.Linear(d, d),
@@ -362,6 +362,170 @@ class Group(nn.Module):
         for block in self.local:
             x = block(x)
         return self.other(x)
+
+
+class Functional(nn.Module):
+    """A block whose norms are functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o, self.up = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = x + self.o(attention(self.qkv(F.layer_norm(x, (D,)))))
+        return x + F.gelu(self.up(F.rms_norm(x, (D,))))
+
+
+class FunctionalPair(Listed):
+    """A second list of blocks, whose norms are functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.upper = nn.ModuleList([Functional(), Functional()])
+
+
+class Between(Stack):
+    """Normalises the stream between its blocks."""
+
+    def forward(self, x):
+        for block in self.layers:
+            x = F.layer_norm(block(x), (D,))
+        return self.out(x)
+
+
+class Adapter(nn.Module):
+    """Adds to the stream in front of the blocks without a norm, as a convolution of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(D, D)
+
+    def forward(self, x):
+        return x + self.mix(x)
+
+
+class Gated(Block):
+    """A third branch behind a factor that is no parameter. :param gates: of attention and of the third branch."""
+
+    def __init__(self, *gates):
+        super().__init__()
+        self.n3, self.third, self.gates = nn.LayerNorm(D), nn.Linear(D, D), gates
+
+    def forward(self, x):
+        x = x + self.gates[0] * self.attn(self.n1(x))
+        x = x + self.mlp(self.n2(x))
+        return x + self.gates[1] * self.third(self.n3(x))
+
+
+class TrainingEnd(FunctionalEnd):
+    """The feed-forward branch ends in a function in training mode only."""
+
+    def mlp(self, x):
+        return super().mlp(x) if self.training else Block.mlp(self, x)
+
+
+class TrainingBranch(Block):
+    """A branch that runs in training mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.n3, self.third = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.third(self.n3(x)) if self.training else x
+
+
+class TrainingBlocks(Mixed):
+    """Blocks behind the list that run in training mode only."""
+
+    def forward(self, x):
+        last, self.last = self.last, self.last if self.training else nn.Identity()
+        try:
+            return super().forward(x)
+        finally:
+            self.last = last
+
+
+class Drops(Block):
+    """Drops its branches at random in training, as stochastic depth."""
+
+    def mlp(self, x):
+        keep = torch.rand(()) > 0.5 if self.training else 1.0
+        return super().mlp(x) * keep
+
+
+class GainOutside(nn.Module):
+    """A norm around PyTorch's, with a gain of its own, as x-transformers' ``LayerNorm``."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.ln, self.gamma = nn.LayerNorm(d, elementwise_affine=False), nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        return self.ln(x) * self.gamma
+
+
+class Scaled(nn.Module):
+    """x-transformers' ``RMSNorm``."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.scale, self.g = d**0.5, nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.scale * self.g
+
+
+class Several(nn.LayerNorm):
+    """A norm that returns several values. :param kind: list or tuple."""
+
+    def __init__(self, d, kind):
+        super().__init__(d)
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind([super().forward(x), x.mean()])
+
+
+class SeveralBlock(Block):
+    """Reads the first value of its norms. :param kind: list or tuple."""
+
+    def __init__(self, kind):
+        super().__init__(norm=lambda d: Several(d, kind))
+
+    def forward(self, x):
+        x = x + self.attn(self.n1(x)[0])
+        return x + self.mlp(self.n2(x)[0])
+
+
+class Adaptive(nn.Module):
+    """A norm without a gain, whose output a condition scales and shifts, as diffusers' ``AdaLayerNorm``."""
+
+    def __init__(self, d=D):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(d, elementwise_affine=False), nn.Linear(d, 2 * d)
+
+    def forward(self, x, condition):
+        scale, shift = self.linear(F.silu(condition)).chunk(2, -1)
+        return self.norm(x) * (1 + scale) + shift
+
+
+class AdaptiveBlock(Block):
+    def __init__(self):
+        super().__init__(norm=Adaptive)
+
+    def forward(self, x, condition):
+        x = x + self.attn(self.n1(x, condition))
+        return x + self.mlp(self.n2(x, condition))
+
+
+class AdaptiveStack(Stack):
+    def forward(self, x):
+        condition = x.mean(1, keepdim=True)
+        for block in self.layers:
+            x = block(x, condition)
+        return self.out(x)
 
 
 class Merging(nn.Linear):
