@@ -64,6 +64,34 @@ def test_a_folded_model_is_stock_and_gives_the_same(make, x, options):
     torch.testing.assert_close(stock(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_is_folded_for_another_dtype():
+    torch.manual_seed(0)
+    model = olmo_lns.apply(kinds.Stack(), example=X)
+    expected = model(X)
+    olmo_lns.fold(model, example=X, dtype=torch.bfloat16)
+    assert model.layers[2].n1.weight.dtype == torch.bfloat16 and model.layers[2].qkv.weight.dtype == torch.float32
+    torch.testing.assert_close(model.to(torch.bfloat16)(X.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_folded_model_without_gains_does_not_get_its_factors_twice():
+    torch.manual_seed(0)
+    model = olmo_lns.apply(Model(norm=without_gain), example=IDS)
+    olmo_lns.fold(model, example=IDS)
+    expected = model(IDS)
+    for call in (olmo_lns.apply, olmo_lns.plain_initialization):
+        with pytest.raises(LNSError, match="not at their start"):
+            call(copy.deepcopy(model), example=IDS)
+    assert torch.equal(model(IDS), expected)
+    olmo_lns.apply(model, example=IDS, trained=False)  # the weights were drawn anew
+
+
+def test_a_norm_that_returns_several_values_is_folded():
+    torch.manual_seed(0)
+    model = olmo_lns.apply(kinds.Stack(lambda: kinds.SeveralBlock(tuple)), example=X)
+    expected = model(X)
+    torch.testing.assert_close(olmo_lns.fold(model, example=X)(X), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_weight_that_two_blocks_share_is_not_folded_and_the_scheme_stays():
     torch.manual_seed(0)
     model = kinds.Stack()

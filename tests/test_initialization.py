@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import olmo_lns
 from olmo_lns import initialization
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 
 HIDDEN = 3 * WIDTH
 
@@ -502,6 +502,28 @@ def test_a_second_tower_is_made_plain_by_its_own_example():
     for tower in (model.one, model.two):
         *projections, _ = stds(tower)
         assert all(0.017 < std < 0.023 for each in projections for std in each)
+
+
+def test_a_refusal_leaves_the_marks_of_another_tower_alone():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = wide(nanogpt), wide(nanogpt)
+
+    def marks():
+        return [
+            sorted({"lns_matrices", "lns_norm", "lns_sites", "lns_scale"} & vars(m).keys()) for m in model.modules()
+        ]
+
+    model = Towers()
+    olmo_lns.apply(model, example=lambda model: model.one(IDS))
+    before = marks()
+    with torch.no_grad():
+        model.two.layers["3"].n1.weight.mul_(torch.linspace(1, 2, WIDTH))
+    for call in (olmo_lns.plain_initialization, olmo_lns.apply):
+        with pytest.raises(LNSError, match="not at their start"):
+            call(model, example=lambda model: model.two(IDS))
+        assert marks() == before
 
 
 def test_a_weight_that_two_blocks_share_is_multiplied_once():
