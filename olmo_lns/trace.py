@@ -326,7 +326,8 @@ def _functional_blocks(
     }
     if not candidates:
         return {}
-    calls, found = record(model, run, candidates.values()).calls, {}
+    calls = record(model, run, candidates.values()).calls
+    found: dict[str, nn.Module] = {}
     for name, module in candidates.items():
         call = calls.get(module)
         inside = any(_is_inside(name, outer) for outer in found)
