@@ -10,7 +10,7 @@ from typing import Any, Sequence, TypeVar
 from torch import nn
 
 from olmo_lns import initialization, settings, sites
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.folding import fold_norms
 from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
