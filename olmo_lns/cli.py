@@ -95,9 +95,9 @@ def _user_message(command: Command, error: Exception) -> str | None:
         extra = command.extra
         if module in FRAMEWORKS and module != "transformers":  # which is in each extra whose command needs it
             extra = FRAMEWORKS[module].extra
-        from olmo_lns.extras import unsupported
+        from olmo_lns.extras import install_command, unsupported
 
-        remedy = unsupported(extra) or f"Run: pip install 'olmo-lns[{extra}]'"
+        remedy = unsupported(extra) or f"Run: {install_command(extra)}"
         return f"The package {module} is not installed, and this command needs it. {remedy}"
     if isinstance(error, OSError):  # a read-only folder, a full disk, a model missing from the hub
         source = "writing" if error.filename is None else error.filename

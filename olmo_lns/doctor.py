@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from olmo_lns import __version__, settings
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
-from olmo_lns.extras import unsupported
+from olmo_lns.extras import install_command, unsupported
 from olmo_lns.frameworks import FRAMEWORKS, Framework
 from olmo_lns.hook import autoload_active
 
@@ -58,11 +58,11 @@ def missing_packages(extra: str) -> str:
                     missing.append(f"{name}{requirement.specifier} (version {found} is installed)")
             except importlib.metadata.PackageNotFoundError:
                 missing.append(name)
-    isolation = "--no-build-isolation " if extra == "te" else ""
     if not missing:
         return ""
     verb = "is" if len(missing) == 1 else "are"
-    return f"{', '.join(missing)} {verb} missing. Run: pip install {isolation}'olmo-lns[{extra}]'"
+    command = install_command(extra, "--no-build-isolation" if extra == "te" else "")
+    return f"{', '.join(missing)} {verb} missing. Run: {command}"
 
 
 def examine() -> tuple[list[str], list[str]]:

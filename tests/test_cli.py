@@ -8,6 +8,7 @@ import pytest
 
 from olmo_lns import cli
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.extras import install_command
 
 
 def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
@@ -71,7 +72,7 @@ def test_a_missing_package_is_named_with_its_extra_in_one_line():
     for words in (["train", config], ["analyze", "variance", "--model", "owner/gpt2", "--data", config]):
         done = without(*words)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert f"pip install 'olmo-lns[{cli.COMMANDS[words[0]].extra}]'" in done.stderr
+        assert install_command(cli.COMMANDS[words[0]].extra) in done.stderr
 
 
 def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):

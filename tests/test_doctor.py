@@ -1,11 +1,12 @@
 import importlib.metadata
+import json
 import subprocess
 import sys
 
 import pytest
 
 from olmo_lns import doctor
-from olmo_lns.extras import unsupported
+from olmo_lns.extras import install_command, unsupported
 
 
 def test_the_answer_comes_first_on_one_screen(capsys):
@@ -67,7 +68,7 @@ def test_a_package_that_is_absent_is_named_with_its_command(capsys, monkeypatch)
 
     monkeypatch.setattr(importlib.metadata, "version", without_wandb)
     assert doctor.main(["--require", "olmo"]) == 1
-    expected = "olmo-lns doctor: --require olmo: wandb is missing. Run: pip install 'olmo-lns[olmo]'\n"
+    expected = f"olmo-lns doctor: --require olmo: wandb is missing. Run: {install_command('olmo')}\n"
     assert capsys.readouterr().err == expected
 
 
@@ -89,7 +90,30 @@ def test_an_extra_that_a_python_cannot_install_is_refused_with_the_python_that_c
     refused = {extra: text for extra in extras if (text := unsupported(extra, "3.13"))}
     assert list(refused) == ["olmo"] and refused["olmo"] == (
         "ai2-olmo cannot be installed on Python 3.13. It needs a Python before 3.13. Create an environment with such a "
-        "Python, and install 'olmo-lns[olmo]' there."
+        f"Python, and run there: {install_command('olmo')}"
     )
     if sys.version_info >= (3, 13):
         assert doctor.missing_packages("olmo") == unsupported("olmo")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target"),
+    [
+        ({"url": "file:///home/me/my%20clone", "dir_info": {"editable": True}}, "'/home/me/my clone[hf]'"),
+        (
+            {"url": "file:///tmp/olmo_lns-0.2.0-py3-none-any.whl", "archive_info": {}},
+            "'/tmp/olmo_lns-0.2.0-py3-none-any.whl[hf]'",
+        ),
+        ({"url": "https://host/olmo-lns", "vcs_info": {"vcs": "git"}}, "'olmo-lns[hf] @ git+https://host/olmo-lns'"),
+        (None, "'olmo-lns[hf]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(recorded, target, tmp_path, monkeypatch):
+    """The files are those that pip writes for each kind of source."""
+    about = tmp_path / "olmo_lns-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: olmo-lns\nVersion: 0\n")
+    if recorded:
+        (about / "direct_url.json").write_text(json.dumps(recorded))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert install_command("hf") == f"pip install {target}"

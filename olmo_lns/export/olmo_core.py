@@ -14,6 +14,7 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened, load_state, reporting_load_errors
+from olmo_lns.extras import install_command
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -37,7 +38,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
         from olmo_core.nn.transformer import TransformerConfig
     except ImportError as error:
         raise LNSConfigError(
-            f"{folder} needs OLMo-core ({error}): pip install 'olmo-lns[olmo-core]', in an environment without OLMo."
+            f"{folder} needs OLMo-core ({error}). Run, in an environment without OLMo: {install_command('olmo-core')}"
         ) from None
     from olmo_lns.olmo_core import apply
 

@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mean
+from olmo_lns.extras import install_command
 from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
 from olmo_lns.settings import NORM_BACKEND, read
@@ -124,7 +125,7 @@ def _decide(requested: str, origin: str) -> Backend:
         problems = "; and ".join(dict.fromkeys(filter(None, (problem, import_problem))))
         raise BackendUnavailableError(
             f"the norm backend 'te' was selected by {origin} and cannot run: {problems}. Install a "
-            f"supported release (pip install --no-build-isolation 'olmo-lns[te]') on a machine with an NVIDIA GPU, "
+            f"supported release ({install_command('te', '--no-build-isolation')}) on a machine with an NVIDIA GPU, "
             f"or set {NORM_BACKEND}=auto."
         )
     if import_problem:

@@ -91,7 +91,7 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
         heldout *= run.engine.heldout_correction(saved or run.settings)
     return {
         "run": run.name, "size": run.size_and_rate, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters,
-        "status": status,
+        "status": status, "has_settings": saved is not None,
         "step": curve.last, "steps": curve.total_steps or shape.steps, "tokens": shape.tokens_per_step * curve.last,
         "loss": loss, "points": points, "heldout": heldout,
         "layers": shape.layers, "width": shape.hidden_size, "learning_rate": shape.learning_rate,

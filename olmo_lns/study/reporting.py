@@ -13,11 +13,6 @@ from olmo_lns.study.collect import COMPLETE
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study, published
 
-COMPARED = (
-    " Arms of one size and seed read the same batches in the same order; `study collect` compared the settings that "
-    "the runs saved, and found that they differ only in the arm."
-)
-
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
     """Return the complete runs, with the columns ``size``, ``rate`` and ``perplexity``; NaN if missing."""
@@ -71,7 +66,7 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
         f"{len(runs)} of {len(study.runs)} runs are complete; the numbers exclude the others. The loss of a run is the "
         f"mean training loss (nats per token) over the last {study.final_fraction:.0%} of its steps; ± is the standard "
         "deviation over n seeds."
-        + (COMPARED if len(runs) else " Launch the runs and collect them again to get numbers."),
+        + (_comparison(runs) if len(runs) else " Launch the runs and collect them again to get numbers."),
         *([f"![loss by number of parameters]({image})"] if image else []),
         "## Loss",
         _by_arm(study, [f"{size} ({parameters[size]:,})" for size in study.sizes], loss),
@@ -97,6 +92,18 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _comparison(runs: pd.DataFrame) -> str:
+    """Return what is known of the settings of the complete runs."""
+    without = [str(run) for run, has_settings in zip(runs.run, runs.has_settings, strict=True) if not has_settings]
+    text = (
+        " Arms of one size and seed are compared. `study collect` compared the settings that the runs saved, and found"
+    )
+    text += " that they differ only in the arm."
+    if without:
+        text += f" It could not compare {len(without)} of them, which saved no settings: {', '.join(without)}."
+    return text
 
 
 def _by_arm(study: Study, titles: Sequence[str], cell: Callable[[str, str], str]) -> str:

@@ -17,7 +17,8 @@ from olmo_lns.study.collect import collect
 def results(study, losses):
     rows = [
         {"run": r.name, "size": r.size_and_rate, "arm": r.arm, "seed": r.seed, "parameters": 100, "status": "complete", "step": 1,
-         "steps": 1, "tokens": 1, "loss": losses[r.name], "loss_std": 0.0, "points": 1, "heldout": None}
+         "steps": 1, "tokens": 1, "loss": losses[r.name], "loss_std": 0.0, "points": 1, "heldout": None,
+         "has_settings": True}
         for r in study.runs if losses.get(r.name)
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -43,6 +44,14 @@ def test_unfinished_runs_are_in_no_number(built, capsys):
     text = (built.out / "report" / "report.md").read_text()
     assert "5 of 6 runs are complete" in text and "-0.1200 ± 0.0283 (n = 2)" in text
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_saved_no_settings_are_named_as_not_compared(built):
+    for run in built.study.runs:
+        built.finish(run.name, 3.0)
+    (built.out / "a-lns-s1" / "config.yaml").unlink()
+    text = report.markdown(built.study, report.complete(built.study, collect(built.study, built.out)), None)
+    assert "It could not compare 1 of them, which saved no settings: a-lns-s1." in text
 
 
 def test_a_report_without_a_run_claims_no_comparison(built):

@@ -17,6 +17,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.extras import install_command
 from olmo_lns.text import write_whole
 
 #: The end-of-document id, after the bytes.
@@ -53,8 +54,8 @@ def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise LNSConfigError(
-                f"The package {package} is not installed. The corpus is made from its sources. Run: pip install "
-                "'olmo-lns[olmo,analysis]'"
+                f"The package {package} is not installed. The corpus is made from its sources. Run: "
+                f"{install_command('olmo,analysis')}"
             )
         for name, path in _sources(Path(next(iter(spec.submodule_search_locations)))):
             text = path.read_bytes()
