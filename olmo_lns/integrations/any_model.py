@@ -9,7 +9,7 @@ import copy
 import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,24 @@ def refuse_offloaded(model: nn.Module) -> None:
                 "loads them for each forward. Expected weights in the model itself. Load the model without device_map= "
                 "or offloading, or call accelerate.hooks.remove_hook_from_submodules(model) first."
             )
+
+
+def refuse_adapted(model: nn.Module, norms: Iterable[str]) -> None:
+    """Refuse norms that PEFT has wrapped (LNTuning, modules_to_save), since the adapter and the base have one each.
+
+    :param norms: names of norms in ``model``. :raises LNSConfigError: the name of a wrapped norm.
+    """
+    modules = dict(model.named_modules())
+    for norm in norms:
+        parts = norm.split(".")
+        for module in (modules[".".join(parts[:end])] for end in range(1, len(parts))):
+            has_base = hasattr(module, "base_layer") or hasattr(module, "original_module")
+            if has_base and type(module).__module__.startswith("peft."):
+                raise LNSConfigError(
+                    f"PEFT has wrapped the norm {norm}: the adapter and the base model have a norm each. Expected one "
+                    "norm in each place. Apply a scheme before get_peft_model, and fold or save the model after "
+                    "merge_and_unload()."
+                )
 
 
 def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
@@ -248,6 +266,7 @@ def _locate(
         members = [norm for each in block_norms for norm in each]
         trace.require_same_in_training(model, found.blocks or members, members, found.trace, run)
     everything = [names[norm] for each in block_norms for norm in each]
+    refuse_adapted(model, everything)
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
     return Located(
         found.path,

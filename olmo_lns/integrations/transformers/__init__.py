@@ -23,6 +23,7 @@ def register() -> None:
     from olmo_lns.integrations.transformers import wrapping
 
     on_import("transformers.configuration_utils", wrapping.refuse_stock_configs)
+    on_import("transformers.modeling_utils", wrapping.refuse_stock_models)
     on_import("transformers.models.auto.configuration_auto", wrapping.name_configs)
     on_import("transformers.models.auto.auto_factory", wrapping.find_models)
     on_import("transformers.conversion_mapping", wrapping.convert_weights)

@@ -49,6 +49,8 @@ _SERVERS = ("vllm", "sglang")
 _DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
 
 _loading: ContextVar[bool] = ContextVar("olmo_lns_loading", default=False)
+#: True while a scheme's class builds its parts, whose stock classes are converted afterwards.
+_building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
 
 class SchemeClass:
@@ -98,7 +100,11 @@ class SchemeModel(SchemeClass):
                 f"attn_implementation {implementation!r}: this server replaces the norms of a transformers model by "
                 "norms without a factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
             )
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        token = _building.set(True)
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        finally:
+            _building.reset(token)
         convert(self)
         if (names := getattr(config, "lns_norms", None)) is not None:
             any_model.attach(self, by_names(self, names), scheme_of(config), arithmetic_of, trained=True)
@@ -206,8 +212,23 @@ def scheme_in(values: dict[str, Any]) -> Scheme:
     return parse(values.get("lns", SchemeConfig.lns)) if is_scheme else PRE_LN
 
 
+def require_scheme_class(model: Any) -> None:
+    """Refuse a built stock model with the config of a scheme, unless it has an Auto class's model in it.
+
+    :raises CheckpointMismatchError: the model is Pre-LN.
+    """
+    is_part = _building.get() or any(isinstance(module, SchemeModel) for module in model.modules())
+    if isinstance(model.config, SchemeConfig) and not is_part:
+        require_same(scheme_of(model.config), PRE_LN, source=type(model).__name__, setting=describe_setting)
+
+
 def check(model: Any) -> None:
-    """Check a model. :raises MeasurementError: norms or blocks changed after the scheme was applied."""
+    """Check a model.
+
+    :raises MeasurementError: norms or blocks changed after the scheme was applied.
+    :raises LNSConfigError: PEFT has wrapped its norms.
+    """
+    any_model.refuse_adapted(model, [name for name, _, _ in sites.sites(model)])
     n_layers = max((site.n_layers for _, _, site in sites.sites(model)), default=1)
     sites.check(model, scheme_of(model.config), n_layers)
 

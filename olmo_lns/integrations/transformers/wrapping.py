@@ -112,6 +112,22 @@ def refuse_stock_configs(module: Any) -> None:
     wrap("transformers.configuration_utils:PretrainedConfig.from_dict", make, needed=False)
 
 
+def refuse_stock_models(module: Any) -> None:
+    """Refuse a stock class that was built with the config of a scheme, which an Auto class has read."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_init(self: Any) -> None:  # every constructor ends with it
+            if hasattr(self.config, "lns_made_of"):
+                from olmo_lns.integrations.transformers.models import require_scheme_class
+
+                require_scheme_class(self)
+            original(self)
+
+        return post_init
+
+    wrap("transformers.modeling_utils:PreTrainedModel.post_init", make, needed=False)
+
+
 def _scheme_class(stock_class: Any) -> Any:
     """Return the scheme class of a stock model class; a tokenizer or processor unchanged."""
     from olmo_lns.integrations.transformers.models import scheme_class

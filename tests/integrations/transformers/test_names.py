@@ -127,6 +127,27 @@ def test_a_class_that_has_the_saved_name_of_another_is_refused(monkeypatch):
     same("llama", model, copy.deepcopy(model), tolerance=0)
 
 
+def test_a_stock_class_refuses_the_config_of_a_scheme_but_a_head_on_an_auto_class_takes_it(tmp_path):
+    model = apply(stock("llama"), trained=True)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+
+    class Reward(transformers.LlamaPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = transformers.LlamaModel(config)
+
+    for stock_class in (transformers.LlamaForCausalLM, Reward):
+        with pytest.raises(CheckpointMismatchError, match="its config says lns"):
+            stock_class(config)
+    with pytest.raises(CheckpointMismatchError, match="its config says lns"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+    head = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path, config=config)  # its base: AutoModel
+    with torch.no_grad():
+        expected = model.model(**inputs("llama")).last_hidden_state
+        assert torch.equal(head.eval().model(**inputs("llama")).last_hidden_state, expected)
+
+
 def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
     apply(stock("llama"), trained=True).save_pretrained(tmp_path / "base")

@@ -72,6 +72,34 @@ def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path
         assert (merged(**inputs("llama")).logits - tuned_logits).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["LNTuningConfig", "modules_to_save"])
+def test_an_adapter_on_the_norms_trains_and_merges_and_is_refused_where_the_base_would_lack_the_factor(kind):
+    peft = pytest.importorskip("peft", reason=SFT)
+    options = {"task_type": "CAUSAL_LM"} | (
+        {"modules_to_save": ["input_layernorm"]} if kind == "modules_to_save" else {}
+    )
+    config = (peft.LNTuningConfig if kind == "LNTuningConfig" else peft.LoraConfig)(**options)
+    tuned = peft.get_peft_model(apply(stock("llama"), trained=True), copy.deepcopy(config)).eval()
+    expected = peft.get_peft_model(hooked("llama", stock("llama")), copy.deepcopy(config)).eval()
+
+    def largest_difference(model):
+        return (model(**inputs("llama")).logits - expected(**inputs("llama")).logits).abs().max()
+
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.5)
+                expected.get_parameter(name).mul_(1.5)
+        assert largest_difference(tuned) < 1e-5
+        with tuned.disable_adapter(), expected.disable_adapter():
+            assert largest_difference(tuned) < 1e-5
+        with pytest.raises(LNSConfigError, match="after merge_and_unload"):
+            fold(tuned.base_model.model)
+        assert largest_difference(fold(tuned.merge_and_unload())) < 1e-4
+    with pytest.raises(LNSConfigError, match="before get_peft_model"):
+        apply(peft.get_peft_model(stock("llama"), config).base_model.model, trained=True)
+
+
 @pytest.mark.parametrize(("kind", "kept"), [("llama", True), ("olmo", False)])
 def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, kept, tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
