@@ -1,9 +1,9 @@
 """Classes of modules with a factor: multiply the output of a module in place, and measure it.
 
 A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
-``isinstance`` checks do not change. :class:`FoldedNorm` is for a norm of known arithmetic, with the factor in gain and
-bias; :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to the second if the first
-does not compute the factor times the framework's output.
+``isinstance`` checks do not change. :class:`ScaledGainNorm` is for a norm of known arithmetic, with the factor in gain
+and bias; :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to the second if the
+first does not compute the factor times the framework's output.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from olmo_lns.response import Response, first_output, replace_first, response
 from olmo_lns.schemes import Plan
 
 
-class Derived:
-    """Mixin that makes a class of :func:`derived` picklable."""
+class PicklableSubclass:
+    """Mixin that makes a class of :func:`picklable_subclass` picklable."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        mixin, stock = type(self).__dict__.get("lns_made_of", (None, None))
+        mixin, stock = type(self).__dict__.get("lns_bases", (None, None))
         if mixin is None:
             return super().__reduce_ex__(protocol)
         return _new, (mixin, stock), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
 
 
-class Scaled(Derived):
+class Scaled(PicklableSubclass):
     """Mixin for a framework's class: a module with a factor."""
 
     # A plain float: a buffer would be lost on the meta device; None would be a branch in ``forward``, with one
@@ -41,21 +41,21 @@ class Scaled(Derived):
     lns_scale_tensor: torch.Tensor
     lns_backend: Any
     #: The plan of the sub-layer without this module's factor, and the factor's name in the plan.
-    lns_form: Plan = Plan()
-    lns_field: str = "norm_scale"
+    lns_plan_without_factor: Plan = Plan()
+    lns_factor_name: str = "norm_scale"
     #: True if the mixin's forward calls the framework's, so that a wrapper around that one keeps running.
     lns_calls_forward = False
     #: Text for the start-up line: the way in which the factor is applied. The default is the norm's backend.
-    lns_way = ""
+    lns_how_applied = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
         replaced = vars(self).get("forward")
         # accelerate's hooks keep the old forward; a ScaledForward applies the factor
         if replaced is not None and not isinstance(replaced, ScaledForward) and "_old_forward" not in vars(self):
-            return self.lns_form
-        factor: dict[str, Any] = {self.lns_field: self.lns_scale}
-        return replace(self.lns_form, **factor)
+            return self.lns_plan_without_factor
+        factor: dict[str, Any] = {self.lns_factor_name: self.lns_scale}
+        return replace(self.lns_plan_without_factor, **factor)
 
     @property
     def lns_factor(self) -> Any:
@@ -75,13 +75,13 @@ class Scaled(Derived):
 class ScaledOutput(Scaled):
     """Any module: its output, or the first of its outputs, times the factor."""
 
-    lns_way = "outputs multiplied"
+    lns_how_applied = "outputs multiplied"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
 
 
-class FoldedNorm(Scaled):
+class ScaledGainNorm(Scaled):
     """A norm of known arithmetic, with the factor in its gain and bias."""
 
     lns_arithmetic: NormArithmetic
@@ -108,29 +108,34 @@ def _times(output: Any, factor: Any) -> Any:
     return replace_first(output, first_output(output) * factor)
 
 
-_derived: dict[tuple[type, type], Any] = {}
+_subclasses: dict[tuple[type, type], Any] = {}
 
 
-def derived(mixin: type, stock: type) -> Any:
+def picklable_subclass(mixin: type, stock: type) -> Any:
     """Return the picklable subclass of ``mixin`` and ``stock``, the same for each call."""
-    if (mixin, stock) not in _derived:
-        members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
+    if (mixin, stock) not in _subclasses:
+        members = {"lns_bases": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
         # Under the stock class's name, which Megatron-FSDP and quantization recipes read.
-        _derived[mixin, stock] = type(stock.__name__, (mixin, stock), members)
-    return _derived[mixin, stock]
+        _subclasses[mixin, stock] = type(stock.__name__, (mixin, stock), members)
+    return _subclasses[mixin, stock]
 
 
 def _new(mixin: type, stock: type) -> Any:
-    kind = derived(mixin, stock)
+    kind = picklable_subclass(mixin, stock)
     return kind.__new__(kind)
 
 
-def set_kind(
-    module: Any, kind: type, scale: float, *, form: Plan = Scaled.lns_form, field: str = Scaled.lns_field
+def change_class(
+    module: Any,
+    kind: type,
+    scale: float,
+    *,
+    plan_without_factor: Plan = Scaled.lns_plan_without_factor,
+    factor_name: str = Scaled.lns_factor_name,
 ) -> None:
     """Change the class of ``module`` to ``kind``, a subclass of :class:`Scaled` and of its class; set the factor."""
     module.__class__ = kind
-    module.lns_scale, module.lns_form, module.lns_field = scale, form, field
+    module.lns_scale, module.lns_plan_without_factor, module.lns_factor_name = scale, plan_without_factor, factor_name
     module.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
     module.lns_backend = choose_backend()
 
@@ -144,8 +149,8 @@ def scale(
     shape: tuple[int, ...] = (),
     arithmetic: NormArithmetic | None = None,
     mixin: type[Scaled] | None = None,
-    form: Plan = Scaled.lns_form,
-    field: str = Scaled.lns_field,
+    plan_without_factor: Plan = Scaled.lns_plan_without_factor,
+    factor_name: str = Scaled.lns_factor_name,
     respond: Callable[[Any], Response] | None = None,
 ) -> None:
     """Multiply the output of ``module`` by ``factor``, in place, and measure it against the output before.
@@ -154,8 +159,8 @@ def scale(
     :param shape: shape of an input that the module saw, for norms that do not take rows of ``width`` channels.
     :param arithmetic: that of a norm whose class is known. The factor is in gain and bias if the module's forward is
         not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
-    :param mixin: another class than :class:`FoldedNorm` with the factor in its arithmetic. It is used likewise.
-    :param form: the plan without this factor. :param field: the factor's name in the plan.
+    :param mixin: another class than :class:`ScaledGainNorm` with the factor in its arithmetic. It is used likewise.
+    :param plan_without_factor: the plan without this factor. :param factor_name: the factor's name in the plan.
     :param respond: measures the module; default :func:`olmo_lns.response.response`, which expects a norm.
     :raises MeasurementError: neither way gives ``factor`` times the output before. The module is left unchanged.
 
@@ -171,12 +176,18 @@ def scale(
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
     mixins: list[type[Scaled]] = [ScaledOutput]
-    mixin = FoldedNorm if arithmetic is not None else mixin
+    mixin = ScaledGainNorm if arithmetic is not None else mixin
     if mixin is not None and "forward" not in vars(module) and (mixin.lns_calls_forward or _takes_one_input(stock)):
         mixins.insert(0, mixin)
     for mixin in mixins:
-        set_kind(module, derived(mixin, stock), factor, form=form, field=field)
-        if mixin is FoldedNorm:
+        change_class(
+            module,
+            picklable_subclass(mixin, stock),
+            factor,
+            plan_without_factor=plan_without_factor,
+            factor_name=factor_name,
+        )
+        if mixin is ScaledGainNorm:
             module.lns_arithmetic = arithmetic
         replaced = vars(module).get("forward")
         if replaced is not None:

@@ -111,10 +111,8 @@ def restore(model: Any) -> None:
 def _restore_module(module: Any) -> None:
     forward = vars(module).get("forward")
     if "lns_scale" in vars(module):
-        made_of = type(module).__dict__.get("lns_made_of")
-        stock = (
-            made_of[1] if made_of else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
-        )
+        bases = type(module).__dict__.get("lns_bases")
+        stock = bases[1] if bases else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
         restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
     vars(module).pop("lns_sites", None)
     initialization.unmark(module)

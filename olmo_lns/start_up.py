@@ -47,8 +47,8 @@ def write_line(line: str) -> None:
 
 
 def _application(module: Any) -> str:
-    if module.lns_way:
-        return str(module.lns_way)
+    if module.lns_how_applied:
+        return str(module.lns_how_applied)
     return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
 
 

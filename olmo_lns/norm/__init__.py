@@ -1,4 +1,4 @@
-"""``y = s * Norm(x)`` with the factor folded into the norm, not multiplied afterwards.
+"""``y = s * Norm(x)`` with the factor in the gain and bias of the norm, not multiplied afterwards.
 
 Two functions, one choice, and the arithmetic of the frameworks' norms as values. The functions give the same values and
 gradients as multiplying the norm's output by ``scale``, to the precision of the dtype, without another pass over the

@@ -52,7 +52,9 @@ def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, subtracts_me
     return base
 
 
-def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:
+def scaled_parameter(
+    parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False
+) -> torch.Tensor:
     """Return ``scale * parameter`` (zero-centred: ``scale * (parameter + 1)``), computed in fp32, cast to ``dtype``.
 
     The result is not cached: the optimizer changes ``parameter`` in place.
@@ -63,12 +65,12 @@ def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_cent
     return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
 
 
-def folded_gain(
+def scaled_gain(
     x: torch.Tensor, weight: torch.Tensor | None, scale: float, *, zero_centered: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return :func:`fold` of ``weight``; for None, a vector of ``scale`` as wide as ``x``."""
+    """Return :func:`scaled_parameter` of ``weight``; for None, a vector of ``scale`` as wide as ``x``."""
     if weight is not None:
-        return fold(weight, scale, dtype=dtype, zero_centered=zero_centered)
+        return scaled_parameter(weight, scale, dtype=dtype, zero_centered=zero_centered)
     if torch.compiler.is_compiling():  # the factor may be a tensor, which full does not accept
         return (torch.ones(x.shape[-1], dtype=compute_dtype(dtype), device=x.device) * scale).to(dtype)
     return torch.full(x.shape[-1:], scale, dtype=dtype, device=x.device)

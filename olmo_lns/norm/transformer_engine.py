@@ -1,4 +1,4 @@
-"""Transformer Engine backend: the factor folded into gamma of TE's fused norm kernels.
+"""Transformer Engine backend: the factor in gamma of TE's fused norm kernels.
 
 The kernels are called through custom operators, not through TE's modules. TE's modules read their
 weight again in the backward pass; a gamma swapped for the forward would give wrong gradients.
@@ -16,7 +16,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from olmo_lns.norm import pytorch
-from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype
+from olmo_lns.norm.dtypes import check_shapes, output_dtype, scaled_gain, scaled_parameter
 
 #: Oldest supported and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("3"))
@@ -87,14 +87,14 @@ def norm(
     check_shapes(x, weight, bias)
     out = output_dtype(x, weight, bias, subtracts_mean=subtracts_mean)
     dtype = torch.promote_types(x.dtype, out)
-    gain, shift = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
+    gain, shift = scaled_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
     if subtracts_mean:
-        shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
+        shift = torch.zeros_like(gain) if bias is None else scaled_parameter(bias, scale, dtype=dtype)
     # 2-D and contiguous: the forward kernels do not check the layout and would read the wrong memory.
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
     y = _norm_op(rows, gain, shift, eps, out)[0].view(x.shape)
     # No kernel adds a bias to an RMSNorm.
-    return y if subtracts_mean or bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
+    return y if subtracts_mean or bias is None else (y + scaled_parameter(bias, scale, dtype=torch.float32)).to(out)
 
 
 def _has_kernel(x: torch.Tensor) -> bool:

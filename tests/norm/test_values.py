@@ -16,7 +16,7 @@ from olmo_lns import lns_scale
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.norm import NormArithmetic, rms_norm
-from olmo_lns.scaled import FoldedNorm, scale
+from olmo_lns.scaled import ScaledGainNorm, scale
 
 EPS = 1e-6
 SCALE = lns_scale(7)
@@ -134,7 +134,7 @@ def test_under_autocast_a_scaled_norm_has_the_dtype_and_values_of_the_stock_one(
     scaled, x = copy.deepcopy(stock), torch.randn(4, 33, WIDTH).to(x_dtype)
     arithmetic = NormArithmetic() if kind == "OLMo" else arithmetic_of(scaled)
     scale(scaled, SCALE, where="", width=WIDTH, arithmetic=arithmetic)
-    assert isinstance(scaled, FoldedNorm)
+    assert isinstance(scaled, ScaledGainNorm)
     with torch.autocast("cpu", dtype=BF16):
         theirs, ours = stock(x), scaled(x)
     assert ours.dtype == theirs.dtype and reference.relative_error(ours, theirs * SCALE) < torch.finfo(x_dtype).eps

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.integrations.olmo_core.blocks import FORMS
+from olmo_lns.integrations.olmo_core.blocks import LAYOUTS
 from olmo_lns.olmo_core import apply
 
 _TESTS = Path(__file__).resolve().parents[1]
@@ -27,10 +27,10 @@ built = 0
 
 def _scheme_of(config):
     names = {str(block.name) for block in config.resolved_block_configs}
-    if len(names) != 1 or not names <= set(FORMS):
+    if len(names) != 1 or not names <= set(LAYOUTS):
         return None
     name = names.pop()
-    return "lns" if FORMS[name].field == "norm_scale" else "branchln_depth"
+    return "lns" if LAYOUTS[name].factor_name == "norm_scale" else "branchln_depth"
 
 
 def build(self, **kwargs):

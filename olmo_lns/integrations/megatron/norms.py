@@ -1,11 +1,11 @@
 """Scale and measure one norm of a Megatron layer, of any class.
 
-- :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
-  Right for a forward that reads each once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
-  standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
-- :class:`olmo_lns.scaled.FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
+- :class:`ScaledGainLinear`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and
+  ``s*bias``. Right for a forward that reads each once and whose backward uses the saved tensors, as TE's
+  LayerNormLinear. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
+- :class:`olmo_lns.scaled.ScaledGainNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
-:func:`olmo_lns.scaled.scale` multiplies the module's output instead if the folded norm measures a wrong output.
+:func:`olmo_lns.scaled.scale` multiplies the module's output instead if such a norm measures a wrong output.
 """
 
 from __future__ import annotations
@@ -19,33 +19,39 @@ from torch import nn
 
 from olmo_lns import scaled
 from olmo_lns.norm import DtypeRule, NormArithmetic
-from olmo_lns.norm.dtypes import fold
+from olmo_lns.norm.dtypes import scaled_parameter
 from olmo_lns.response import Response, first_output
 from olmo_lns.scaled import Scaled, ScaledOutput
 
+#: Attributes of a linear layer that belong to the norm inside of it.
+_OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma")
 
-class FoldedFused(Scaled):
+
+class ScaledGainLinear(Scaled):
     """The stock forward over scaled parameters."""
 
     lns_calls_forward = True
-    lns_way = "folded into the fused kernel's gain"
+    lns_how_applied = "in the fused kernel's gain"
     layer_norm_weight: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        attributes, saved = self.__dict__, dict(self.__dict__)
+        attributes = vars(self)
+        hidden = {name: attributes[name] for name in _OF_FUSED_NORM if name in attributes}
         gain, bias = self.layer_norm_weight, getattr(self, "layer_norm_bias", None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        attributes["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
+        attributes["layer_norm_weight"] = scaled_parameter(
+            gain, self.lns_factor, dtype=gain.dtype, zero_centered=centered
+        )
         if bias is not None:
-            attributes["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
-        if centered:  # 1 + gain was folded as a whole, since s(1+gain)-1 would cancel digits
+            attributes["layer_norm_bias"] = scaled_parameter(bias, self.lns_factor, dtype=bias.dtype)
+        if centered:  # 1 + gain was multiplied as a whole, since s(1+gain)-1 would cancel digits
             attributes["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for name in ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma"):
+            for name in _OF_FUSED_NORM:
                 attributes.pop(name, None)
-                attributes.update({name: saved[name]} if name in saved else {})
+            attributes.update(hidden)
 
 
 def arithmetic_of(norm: nn.Module) -> NormArithmetic | None:
@@ -86,7 +92,7 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
         where=where,
         width=width,
         arithmetic=None if is_fused(module) else arithmetic_of(module),
-        mixin=FoldedFused if is_fused(module) else None,
+        mixin=ScaledGainLinear if is_fused(module) else None,
         respond=lambda norm: respond(norm, width),
     )
 

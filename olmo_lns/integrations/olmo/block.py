@@ -21,7 +21,7 @@ from torch import nn
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.norm import DtypeRule, NormArithmetic
-from olmo_lns.scaled import Derived, derived, scale
+from olmo_lns.scaled import PicklableSubclass, picklable_subclass, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 from olmo_lns.sites import Site
 
@@ -29,7 +29,7 @@ _Run = Callable[..., Any]
 _CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
 
 
-class LearnedFactor(Derived):
+class LearnedFactor(PicklableSubclass):
     """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, in the residual addition.
 
     A norm by class, because OLMo's optimizer groups accept norms and refuse a bare parameter. It has one dimension,
@@ -47,7 +47,7 @@ class LearnedFactor(Derived):
         nn.init.constant_(self.weight, self.learned.start)
 
 
-class SchemeBlock(Derived):
+class SchemeBlock(PicklableSubclass):
     """Mixin in front of OLMo's block classes: a block that computes its two plans."""
 
     lns_plans: dict[str, Plan]
@@ -178,7 +178,7 @@ def _arithmetic_of(norm: Any) -> NormArithmetic:
     return NormArithmetic(subtracts_mean=True, dtypes=DtypeRule.AUTOCAST if norm.low_precision else DtypeRule.TORCH)
 
 
-class Grouped(Derived):
+class Grouped(PicklableSubclass):
     """Mixin in front of OLMo's norms: OLMo's own norm of each group of channels, then this norm's gain and bias."""
 
     lns_groups: int
@@ -241,7 +241,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
         for name in _CONSTANTS:
             value = getattr(plan, name)
             constants[name] = None if value == 1.0 else torch.tensor(value, dtype=torch.float64, device="cpu")
-    block.__class__ = derived(SchemeBlock, block.__class__)
+    block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
 def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
@@ -271,8 +271,8 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
             width = config.d_model // plan.groups
             norm.lns_groups = plan.groups
             norm.lns_norm_of_group = LayerNormBase.build(config, size=width, elementwise_affine=False)
-            norm.__class__ = derived(Grouped, norm.__class__)
+            norm.__class__ = picklable_subclass(Grouped, norm.__class__)
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
-                setattr(block, f"{sub_layer}_{name}", derived(LearnedFactor, LayerNormBase)(config, learned))
+                setattr(block, f"{sub_layer}_{name}", picklable_subclass(LearnedFactor, LayerNormBase)(config, learned))
     replace_forward(block, {site.sub_layer: site.plan for site in block_sites})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, Mapping
 
@@ -15,31 +14,29 @@ import torch
 from olmo_core.nn.transformer.config import TransformerBlockConfig
 
 from olmo_lns import probe, sites
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError, one_line
 from olmo_lns.integrations.olmo_core.norms import arithmetic_of
 from olmo_lns.scaled import scale
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 from olmo_lns.sites import Site
 
-log = logging.getLogger("olmo_lns")
-
 
 @dataclass(frozen=True)
-class Form:
+class NormLayout:
     """The places of the norms in a type of block.
 
     :param norms: sub-layer -> the norms that a scheme's factor multiplies; the first has the site.
-    :param field: name of the factor in a plan. :param usual: a scheme that fits.
+    :param factor_name: name of the factor in a plan. :param suggested_scheme: a scheme that fits.
     """
 
     plan: Plan
     norms: Mapping[str, tuple[str, ...]]
-    field: str
-    usual: str
+    factor_name: str
+    suggested_scheme: str
 
     def fits(self, plan: Plan) -> bool:
-        """Return true if ``plan`` is this form with a factor on its norms."""
-        neutral: dict[str, Any] = {self.field: 1.0}
+        """Return true if ``plan`` is this layout with a factor on its norms."""
+        neutral: dict[str, Any] = {self.factor_name: 1.0}
         return replace(plan, **neutral) == self.plan
 
 
@@ -48,16 +45,16 @@ _DENSE = {"attn": ("attention_norm",), "ff": ("feed_forward_norm",)}
 _HYBRID = {"attn": ("attention_norm",), "ff": ("feed_forward_norm", "feed_forward_moe_norm")}
 
 
-def _pre(norms: Mapping[str, tuple[str, ...]]) -> Form:
-    return Form(Plan(), norms, "norm_scale", "lns")
+def _pre(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
+    return NormLayout(Plan(), norms, "norm_scale", "lns")
 
 
-def _branch(norms: Mapping[str, tuple[str, ...]]) -> Form:
-    return Form(Plan(pre=False, branch=True), norms, "branch_scale", "branchln_depth")
+def _branch(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
+    return NormLayout(Plan(pre=False, branch=True), norms, "branch_scale", "branchln_depth")
 
 
-#: ``TransformerBlockConfig.name`` -> form.
-FORMS = {
+#: ``TransformerBlockConfig.name`` -> the places of its norms.
+LAYOUTS = {
     "default": _pre(_DENSE),
     "moe": _pre(_DENSE),
     "moe_hybrid": _pre(_HYBRID),
@@ -67,20 +64,20 @@ FORMS = {
 }
 
 
-def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
-    """Return the form of the block type ``name``.
+def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
+    """Return the places of the norms in the block type ``name``.
 
     :raises LNSConfigError: the block has its norms in other places than the scheme, or supports no scheme.
     """
-    if (form := FORMS.get(str(name))) is None:
-        raise LNSConfigError(f"block.name={name} does not support schemes. Expected one of {', '.join(FORMS)}.")
-    if not all(form.fits(plan) for _, _, plan in scheme.plans(n_layers)):
-        paper = "" if form.usual == "lns" else " (not the method of the LayerNorm Scaling paper)"
+    if (layout := LAYOUTS.get(str(name))) is None:
+        raise LNSConfigError(f"block.name={name} does not support schemes. Expected one of {', '.join(LAYOUTS)}.")
+    if not all(layout.fits(plan) for _, _, plan in scheme.plans(n_layers)):
+        paper = "" if layout.suggested_scheme == "lns" else " (not the method of the LayerNorm Scaling paper)"
         raise LNSConfigError(
             f"scheme={scheme} does more than multiply the norms of block.name={name}. Expected a scheme for this "
-            f"block, such as {form.usual}{paper}, or another block.name ({', '.join(FORMS)})."
+            f"block, such as {layout.suggested_scheme}{paper}, or another block.name ({', '.join(LAYOUTS)})."
         )
-    return form
+    return layout
 
 
 def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
@@ -89,24 +86,33 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
     :param block_idx: 0-based, global, as in OLMo-core.
     """
     scheme = config.resolved_scheme
-    form = require_supported(scheme, config.name, n_layers)
+    layout = require_supported(scheme, config.name, n_layers)
     for sub_layer in SUB_LAYERS:
         site = Site(scheme, block_idx + 1, n_layers, sub_layer)
-        for name in form.norms[sub_layer]:
+        for name in layout.norms[sub_layer]:
             if (norm := getattr(block, name, None)) is None:
                 raise MeasurementError(
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
                 )
-            factor, arithmetic = getattr(site.plan, form.field), arithmetic_of(norm)
-            scale(norm, factor, where=site, width=d_model, arithmetic=arithmetic, form=form.plan, field=form.field)
-        sites.attach(getattr(block, form.norms[sub_layer][0]), site)
+            factor, arithmetic = getattr(site.plan, layout.factor_name), arithmetic_of(norm)
+            scale(
+                norm,
+                factor,
+                where=site,
+                width=d_model,
+                arithmetic=arithmetic,
+                plan_without_factor=layout.plan,
+                factor_name=layout.factor_name,
+            )
+        sites.attach(getattr(block, layout.norms[sub_layer][0]), site)
     block.lns_initialization = config.initialization
-    alone = form == FORMS["default"]
-    block.lns_probed = alone and _probe(config, min(d_model, 8 * block.attention.n_heads), block_idx, n_layers)
+    block.lns_not_run = f"{config.name} is not run"
+    if layout == LAYOUTS["default"]:
+        block.lns_not_run = _probe(config, min(d_model, 8 * block.attention.n_heads), block_idx, n_layers)
 
 
-def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
-    """Measure the sites of a narrow block with the config's structure; return true if the block runs on this machine.
+def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> str:
+    """Measure the sites of a narrow block with the config's structure; return why it could not run here, or ``""``.
 
     Called for each block, since OLMo-core passes the number to the block, which may depend on it.
     """
@@ -118,7 +124,7 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
 
 
 @functools.cache
-def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) -> bool:
+def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) -> str:
     """Measure a narrow block. :raises MeasurementError: the block reads its stream through other norms than its two."""
     expected = _DENSE["attn"] + _DENSE["ff"]
     try:
@@ -128,11 +134,10 @@ def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) ->
             call = probe.Call((torch.randn(2, 8, width),), {}, 0)
         names = probe.pre_ln_sites(narrow_block, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs only, such as a mixture's
-        log.debug("%s", error)
-        return False
+        return one_line(error)
     if names != expected:
         raise MeasurementError(
             f"{type(narrow_block).__name__}: its stream is read through {' and '.join(names)}, expected "
             f"{' and '.join(expected)}."
         )
-    return True
+    return ""

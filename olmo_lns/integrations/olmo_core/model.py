@@ -46,10 +46,11 @@ def report(model: Any, n_layers: int) -> None:
     sites.check(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
+    not_run = [block.lns_not_run for block in blocks if block.lns_not_run]
     line = start_up.start_up_line(
         model,
         n_layers,
-        measured=["output", "gradient", *(["block"] if all(block.lns_probed for block in blocks) else [])],
+        measured=["output", "gradient", f"not the block ({not_run[0]})" if not_run else "block"],
         norm=next(type(module).__name__ for _, module, _ in sites.sites(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),

@@ -44,7 +44,7 @@ def test_the_fused_linear_agrees_with_fp32_torch(te, fp8, limit):
     with torch.no_grad():
         own.copy_(gain)
     norms.scale(module, 7**-0.5, where="block 7, attn", width=WIDTH)
-    assert isinstance(module, norms.FoldedFused)
+    assert isinstance(module, norms.ScaledGainLinear)
     leaf = x.clone().requires_grad_()
     with te.fp8_autocast(enabled=fp8):
         y, _ = module(leaf)
