@@ -135,11 +135,12 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
     """Multiply the factors of a model into its weights, in place, and return it as a stock model.
 
     A norm's factor goes into its gain and bias, or, for a norm without them, into the linear layers that read it. The
-    products are computed in fp64 and rounded once. The model is run before and after, and must give the same output.
+    products are computed in fp64 and rounded once. The model is run before and after, and must give the same outputs.
     Merge adapters first.
 
     :param model: a model that :func:`apply` took, neither compiled nor sharded.
-    :param example: as in :func:`apply`.
+    :param example: as in :func:`apply`. For norms without a gain it must run every part of the blocks, such as all
+        experts.
     :param dtype: torch dtype of the changed weights, to which the others are converted afterwards, as by
         ``model.to(dtype)``; None keeps theirs.
     :raises LNSConfigError: a model without a scheme, of Megatron, without weights here, or whose factors cannot be

@@ -8,6 +8,9 @@ computed in fp64 and rounded once, to the dtype of the written weight.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
+import math
 from typing import Any, Callable, Iterable, Mapping
 
 import torch
@@ -39,7 +42,7 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
 def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> None:
     """Fold the factor of every scaled norm into its gain and bias, and remove the scheme from the model.
 
-    The model is run before and after; its output must stay the same.
+    The model is run before and after; all of its outputs must stay the same.
 
     :param run: runs one forward of the model in eval mode and returns the output. The forward shows which linear
         layers read a norm without a gain.
@@ -50,7 +53,8 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
 
     Example: ``fold_norms(model, lambda: model(ids))``.
     """
-    norms = {name: module for name, module in model.named_modules() if "lns_scale" in vars(module)}
+    stock = sites.stock_classes(model)
+    norms = {name: module for name, module in model.named_modules() if module in stock}
     bare = [norm for norm in norms.values() if not list(norm.parameters())]
     readers = _readers(model, bare, run) if bare else {}
     shapes: dict[Any, tuple[int, ...]] = {}
@@ -59,13 +63,21 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
         shapes[norm] = tuple(next(iter((*args, *kwargs.values()))).shape)
 
     hooks = [norm.register_forward_pre_hook(note, with_kwargs=True) for norm in norms.values()]
-    expected = _output(run, hooks)
+    expected = _outputs(run, hooks)
     folded_values: dict[nn.Parameter, torch.Tensor] = {}
+    owners = _owners(model)
     for name, norm in norms.items():
         folded = {module.weight: multiplied(module.weight, norm.lns_scale, dtype) for module in readers.get(norm, ())}
+        alike = [other for other in norms.values() if other.lns_scale == norm.lns_scale]
+        changed = {part for other in alike for each in (other, *readers.get(other, ())) for part in each.modules()}
         for parameter, value in (folded or _folded(name, norm, dtype, shapes.get(norm, ()))).items():
-            if parameter in folded_values:
-                raise LNSConfigError(f"{name}: two sub-layers share this weight, which can hold one factor only.")
+            others = [owner for module, owner in owners.get(parameter, {}).items() if module not in changed]
+            if others and norm.lns_scale != 1.0:
+                raise LNSConfigError(
+                    f"The factor of {name} goes into a weight that {others[0]} has as well, whose output would change. "
+                    f"Expected a weight that no other module has. Give {others[0]} a parameter of its own, with the "
+                    "same values, before you fold."
+                )
             folded_values[parameter] = value
     saved = {parameter: parameter.data for parameter in folded_values}
     factors = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms.values()}
@@ -76,7 +88,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
     try:
         names = {parameter: name for name, parameter in model.named_parameters()}
         check_finite((names[parameter], value) for parameter, value in folded_values.items())
-        _require_same_output(model, expected, _output(run, []), [*folded_values.values()])
+        _require_same_output(model, expected, _outputs(run, []), [*folded_values.values()])
     except BaseException:
         for parameter, data in saved.items():
             parameter.data = data
@@ -90,19 +102,33 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
         initialization.mark_folded(norm)
 
 
+def _owners(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
+    """Map each parameter to the modules that have it, and to their names."""
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, {})[module] = name
+    return owners
+
+
 def _require_same_output(
-    model: nn.Module, expected: torch.Tensor, found: torch.Tensor, changed: list[torch.Tensor]
+    model: nn.Module, expected: list[torch.Tensor], found: list[torch.Tensor], changed: list[torch.Tensor]
 ) -> None:
-    """Compare the outputs before and after. :raises MeasurementError: they differ by more than rounding."""
-    dtypes = {expected.dtype, *(parameter.dtype for parameter in changed)}
-    tolerance = 1e-4 if dtypes <= {torch.float32, torch.float64} else 0.05
-    difference = float((found.double() - expected.double()).norm())
-    if bool(expected.isfinite().all()) and not difference <= tolerance * float(expected.double().norm()):
-        raise MeasurementError(
-            f"{type(model).__name__}: the folded model was expected to give the same output as before. It differs by "
-            f"{difference / max(float(expected.double().norm()), 1e-30):.2g} of its size. Other code reads the norms' "
-            "weights; export the model unfolded, or keep running it with olmo-lns."
-        )
+    """Compare all outputs before and after. :raises MeasurementError: one differs by more than rounding."""
+    for before, after in itertools.zip_longest(expected, found):
+        difference = math.inf
+        if before is not None and after is not None and before.shape == after.shape:
+            finite = before.isfinite()
+            size = float(before[finite].double().norm())
+            difference = float((after[finite].double() - before[finite].double()).norm()) / max(size, 1e-30)
+        dtypes = {each.dtype for each in (before, *changed) if each is not None}
+        tolerance = 1e-4 if dtypes <= {torch.float32, torch.float64} else 0.05
+        if not difference <= tolerance:  # also true for NaN
+            raise MeasurementError(
+                f"{type(model).__name__}: the folded model was expected to give the same output as before. It differs "
+                f"by {difference:.2g} of its size. Other code reads the norms' weights; export the model unfolded, or "
+                "keep running it with olmo-lns."
+            )
 
 
 def _folded(
@@ -144,23 +170,36 @@ def _folded(
 def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
     """Map each norm to the linear layers that read its output unchanged.
 
-    :raises LNSConfigError: another module reads the output, or a linear layer has an adapter.
+    :raises LNSConfigError: another module reads the output, a linear layer has an adapter, or a matrix near the norm
+        did not run, which may read the norm too.
     """
     readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
+    ran: set[nn.Module] = set()
 
     def wrote(norm: Any, args: Any, output: Any) -> None:
         y = first_output(output)
         outputs[y.data_ptr()] = norm, y  # kept alive, so that its memory is not reused
 
     def read(module: nn.Module, args: Any) -> None:
-        norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
-        if output is not None and output.numel() == args[0].numel() and module not in readers[norm]:
+        ran.add(module)
+        x = args[0] if args and torch.is_tensor(args[0]) else None
+        norm, output = (None, None) if x is None else outputs.get(x.data_ptr(), (None, None))
+        if (
+            x is not None
+            and output is not None
+            and has_weight(module)
+            and output.numel() == x.numel()
+            and module not in readers[norm]
+        ):
             readers[norm].append(module)
 
-    matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2]
+    def has_weight(module: Any) -> bool:
+        return getattr(getattr(module, "weight", None), "ndim", 0) >= 2
+
+    matrices = [m for m in model.modules() if has_weight(m) or any(p.dim() > 1 for p in m.parameters(recurse=False))]
     handles = [norm.register_forward_hook(wrote) for norm in norms]
-    expected = _output(run, handles + [module.register_forward_pre_hook(read) for module in matrices])
+    expected = _outputs(run, handles + [module.register_forward_pre_hook(read) for module in matrices])
     all_readers = [module for each in readers.values() for module in each]
     adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
     if adapters.intersection(all_readers):
@@ -170,9 +209,13 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
         )
     handles = [norm.register_forward_hook(_doubled) for norm in norms]
     halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in all_readers]
-    difference = float((_output(run, handles + halved) - expected).abs().max())
-    if not all(readers.values()) or difference > 1e-3 * float(expected.abs().max()):
+    doubled = _outputs(run, handles + halved)
+    pairs = zip(doubled, expected, strict=True)
+    finite = [(a, b) for a, b in pairs if b.numel() and b.isfinite().all()]  # others are masks
+    same = all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in finite)
+    if not all(readers.values()) or not same:
         raise LNSConfigError(f"{type(model).__name__}: not only projections read its norms, which have no weights.")
+    _require_all_ran(model, readers, set(matrices) - ran)
     return readers
 
 
@@ -181,20 +224,49 @@ def _doubled(module: Any, args: Any, output: Any) -> Any:
     return replace_first(output, 2.0 * first_output(output))
 
 
-def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
-    """Return the first output of a forward, then remove the hooks."""
+def _require_all_ran(model: nn.Module, readers: Mapping[Any, list[Any]], idle: set[nn.Module]) -> None:
+    """Check that the example runs all matrices in the block of a norm, since each may read the norm.
+
+    :param idle: the modules with matrices that did not run. :raises LNSConfigError: the first of them in a block.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):  # it runs its projection as a function
+            idle = idle - {module.out_proj}
+    for norm, each in readers.items():
+        path = names[norm]
+        while path and not all(names[module].startswith(f"{path}.") for module in each):
+            path = path.rpartition(".")[0]  # to the smallest module around the norm and what reads it
+        if skipped := [names[module] for module in model.get_submodule(path).modules() if module in idle]:
+            raise LNSConfigError(
+                f"The factor of {names[norm]}, a norm without weights, goes into the linear layers that read it. The "
+                f"example does not run {skipped[0]}, which may read it too. Expected an example that runs every part "
+                "of the block, such as all experts. Give a longer example=, or a function that runs several inputs."
+            )
+
+
+def _outputs(run: Callable[[], Any], handles: list[Any]) -> list[torch.Tensor]:
+    """Return all floating tensors that a forward returns, then remove the hooks."""
     try:
+        torch.manual_seed(0)
         output = run()
     finally:
         for handle in handles:
             handle.remove()
     tensors = [leaf for leaf in tree_leaves(output_as_container(output)) if torch.is_tensor(leaf)]
-    return next(tensor for tensor in tensors if tensor.is_floating_point())
+    if not any(tensor.is_floating_point() for tensor in tensors):
+        raise LNSConfigError(
+            f"The forward of the example returned a {type(output).__name__} without floating tensors. Expected an "
+            "output that can be compared before and after. Give example= a function that returns the model's tensors."
+        )
+    return [tensor.detach().clone() for tensor in tensors if tensor.is_floating_point()]
 
 
 def output_as_container(output: Any) -> Any:
     """Return a model's output as containers that PyTorch knows; a dataclass of transformers is a mapping."""
-    return dict(output) if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        return dict(output)
+    return vars(output) if dataclasses.is_dataclass(output) and hasattr(output, "__dict__") else output
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

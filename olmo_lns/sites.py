@@ -12,7 +12,7 @@ from typing import Any, Iterable, Iterator
 
 from olmo_lns import initialization
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.scaled import Scaled, ScaledForward, restore_class
+from olmo_lns.scaled import ScaledForward, restore_class
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
 
@@ -103,19 +103,41 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
 
 
 def restore(model: Any) -> None:
-    """Remove the scheme from a model, after a fold: its modules get their stock classes back."""
+    """Remove the scheme from a model, after a fold: its modules get their stock classes back.
+
+    :raises LNSConfigError: the class of a scaled module was changed afterwards. The model is left unchanged.
+    """
+    stock = stock_classes(model)
     for module in model.modules():
-        _restore_module(module)
+        _restore_module(module, stock.get(module))
 
 
-def _restore_module(module: Any) -> None:
+def _restore_module(module: Any, stock: type | None) -> None:
     forward = vars(module).get("forward")
-    if "lns_scale" in vars(module):
-        bases = type(module).__dict__.get("lns_bases")
-        stock = bases[1] if bases else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
+    if stock is not None:
         restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
     vars(module).pop("lns_sites", None)
     initialization.unmark(module)
+
+
+def stock_classes(model: Any) -> dict[Any, type]:
+    """Return the stock class of each scaled module.
+
+    :raises LNSConfigError: the class of a scaled module was changed after the scheme was applied.
+    """
+    stock: dict[Any, type] = {}
+    for name, module in model.named_modules():
+        if "lns_scale" not in vars(module):
+            continue
+        bases = type(module).__dict__.get("lns_bases")
+        if bases is None:
+            raise LNSConfigError(
+                f"{name or 'The norm'} has the class {type(module).__name__}, which something else gave it after the "
+                "scheme was applied, such as a parametrization or fully_shard. Expected the class that the scheme "
+                "gave. Remove what was added first, such as by torch.nn.utils.parametrize.remove_parametrizations."
+            )
+        stock[module] = bases[1]
+    return stock
 
 
 @contextlib.contextmanager
@@ -130,5 +152,6 @@ def stock_on_failure(model: Any) -> Iterator[None]:
             yield
         except BaseException:
             for module in stock:
-                _restore_module(module)
+                bases = type(module).__dict__.get("lns_bases") if "lns_scale" in vars(module) else None
+                _restore_module(module, bases[1] if bases else None)
             raise

@@ -98,19 +98,95 @@ def test_a_weight_that_two_blocks_share_is_not_folded_and_the_scheme_stays():
     model.layers[1].n1.weight = model.layers[2].n1.weight
     olmo_lns.apply(model, example=X)
     expected, state = model(X), copy.deepcopy(model.state_dict())
-    with pytest.raises(LNSError, match="share this weight"):
+    with pytest.raises(LNSError, match=r"layers\.\d\.n1 goes into a weight that layers\.\d\.n1 has as well"):
         olmo_lns.fold(model, example=X)
     assert torch.equal(model(X), expected)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_that_reads_a_gain_elsewhere_is_not_folded_and_the_scheme_stays():
+def test_norms_of_one_factor_may_share_their_weights():
     torch.manual_seed(0)
     model = kinds.Stack()
+    for block in model.layers:
+        block.n1.weight = block.n2.weight
     olmo_lns.apply(model, example=X)
-    model.out.weight = model.layers[3].n2.weight  # a tied gain outside of the blocks
+    expected = model(X)
+    torch.testing.assert_close(olmo_lns.fold(model, example=X)(X), expected, rtol=1e-4, atol=1e-5)
+
+
+class ReadsGainElsewhere(kinds.Stack):
+    """Its second output reads a norm's gain past the norm."""
+
+    def forward(self, x):
+        gain = self.layers[3].n2.weight
+        return torch.ones(x.shape[:2]), super().forward(x) * gain
+
+
+def test_a_model_that_reads_a_gain_elsewhere_is_not_folded_and_the_scheme_stays():
+    torch.manual_seed(0)
+    model = olmo_lns.apply(ReadsGainElsewhere(), example=X)
     expected = model(X)
     with pytest.raises(LNSError, match="expected to give the same output"):
+        olmo_lns.fold(model, example=X)
+    assert torch.equal(model(X)[1], expected[1]) and len(list(sites.sites(model))) == 8
+
+
+def test_a_gain_that_an_unscaled_norm_has_as_well_is_not_folded():
+    model = olmo_lns.apply(kinds.Stack(), example=X)
+    model.memory = nn.LayerNorm(kinds.D)  # which the example does not run
+    model.memory.weight = model.layers[3].n2.weight
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(LNSConfigError, match=r"layers\.3\.n2 goes into a weight that memory has as well"):
+        olmo_lns.fold(model, example=X)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(list(sites.sites(model))) == 8
+
+
+class Experts(nn.Module):
+    """A mixture of experts that skips those without tokens, behind a norm without a gain."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(kinds.D, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(kinds.D, kinds.D), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        choice, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if bool((mask := choice == number).any()):
+                y = y + mask[..., None] * expert(x)
+        return y
+
+
+class SparseBlock(kinds.Block):
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2, self.experts = without_gain(kinds.D), without_gain(kinds.D), Experts()
+        del self.up, self.down
+
+    def mlp(self, x):
+        return self.experts(x)
+
+
+def test_experts_that_the_example_skips_prevent_a_fold():
+    torch.manual_seed(0)
+    model = olmo_lns.apply(kinds.Stack(SparseBlock), example=X)
+    many = torch.randn(64, 8, kinds.D)
+    expected = model(many)
+    with pytest.raises(
+        LNSConfigError, match=r"does not run layers\.\d\.experts\.experts\.\d\.0.* Give a longer example="
+    ):
+        olmo_lns.fold(model, example=X[:1, :1])
+    torch.testing.assert_close(model(many), expected, rtol=0, atol=0)
+    torch.testing.assert_close(olmo_lns.fold(model, example=many)(many), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_with_a_parametrization_is_not_folded_and_the_scheme_stays():
+    model = olmo_lns.apply(kinds.Stack(), example=X)
+    parametrize = torch.nn.utils.parametrize
+    parametrize.register_parametrization(model.layers[1].n1, "weight", nn.Tanh())
+    expected = model(X)
+    with pytest.raises(LNSConfigError, match=r"layers\.1\.n1 has the class Parametrized.*Remove what was added first"):
         olmo_lns.fold(model, example=X)
     assert torch.equal(model(X), expected) and len(list(sites.sites(model))) == 8
 
