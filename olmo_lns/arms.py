@@ -22,10 +22,11 @@ BASELINE = "preln"
 class Arm:
     """An arm of a study.
 
-    :param name: lower-case letters, digits, ``_`` and ``.``, for files and folders. :param label: name in tables.
+    :param name: name of files and folders. It consists of lower-case letters, digits, ``_`` and ``.``.
+    :param label: name in tables.
     :param colour, line, marker: matplotlib's names of the style.
     :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
-    :param only_difference: the only difference between the arm and :data:`BASELINE`; ``""`` if there are several.
+    :param only_difference: the only difference between the arm and :data:`BASELINE`, or ``""`` if there are several.
     :param init_fn: OLMo's initialization, for an arm that exists in OLMo only.
     """
 
@@ -49,8 +50,8 @@ def define(arm: Arm) -> Arm:
 
     >>> define(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
 
-    :raises ValueError: a name that is taken or cannot name a folder, an unknown initialization, or an initialization
-        that contradicts ``init_fn``.
+    :raises ValueError: if the name is taken or cannot name a folder, if the initialization is unknown, or if it
+        contradicts ``init_fn``.
     """
     if arm.name in ARMS:
         raise ValueError(f"Arm {arm.name!r} exists already. Names of arms are unique. Choose another name.")
@@ -125,7 +126,7 @@ for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enume
 def arm_named(name: str) -> Arm:
     """Return an arm by its name, or by the spelling of a scheme, which has plain initialization.
 
-    :raises LNSConfigError: an unknown arm, or a parameter that the scheme does not have.
+    :raises LNSConfigError: if the arm is unknown, or the scheme does not have the parameter.
 
     >>> arm_named("lns:exponent=0.3").name
     'lns_exponent_0.3'
@@ -147,7 +148,10 @@ def arm_named(name: str) -> Arm:
 
 
 def check_environment() -> None:
-    """Check the environment. :raises LNSConfigError: a variable that would change the arms."""
+    """Check that no environment variable changes the arms.
+
+    :raises LNSConfigError: if ``OLMO_LNS_INITIALIZATION`` is set.
+    """
     name = settings.INITIALIZATION
     if value := settings.read(name):
         raise LNSConfigError(

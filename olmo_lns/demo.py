@@ -43,7 +43,10 @@ class Trained:
 
 
 def check_description(study: Study) -> None:
-    """Check that the runs have the demo's measures. :raises LNSConfigError: other data, no held-out loss, no step 0."""
+    """Check that the runs have what the demo shows.
+
+    :raises LNSConfigError: if the runs read other data, or have no held-out loss or no checkpoint before training.
+    """
     if study.data != "demo":
         raise LNSConfigError(
             f"{study.path} has data: {study.data}. The demo trains on the sources of Python, data: demo. Change the "
@@ -60,7 +63,7 @@ def check_description(study: Study) -> None:
 
 
 def curve_so_far(run: Run, out: Path) -> Curve:
-    """Read the curve of a run; empty before its first loss, and for a run that diverged."""
+    """Read the curve of a run. It is empty before the first loss, and for a run that diverged."""
     with suppress(LNSConfigError):
         return read_curve(out / run.name) or Curve()
     return Curve()
@@ -76,7 +79,7 @@ def train(study: Study, out: Path, lock: int) -> None:
     """Train all unfinished runs at the same time.
 
     :param lock: lock of the folder, for :func:`olmo_lns.study.launch.start`.
-    :raises LNSError: a run failed (the other runs finish first), or the folder has a run with other settings.
+    :raises LNSError: if a run failed (the other runs finish first), or the folder has a run with other settings.
     """
     for run in study.runs:
         if problem := difference_from_saved(run, out / run.name):

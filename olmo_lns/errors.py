@@ -42,11 +42,12 @@ class BackendUnavailableError(LNSError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """Suggest the most similar name: return ``" (did you mean 'lns'?)"``, or ``""`` if no name is similar.
+    """Return a suggestion of the most similar name, ``" (did you mean 'lns'?)"``, or ``""`` if none is similar.
 
     Upper and lower case are treated as equal.
 
-    :param known: the valid names. :param spell: function from a valid name to the text of the suggestion.
+    :param known: the valid names.
+    :param spell: returns the text that is suggested for a valid name.
     """
     names = {str(candidate).lower(): str(candidate) for candidate in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)
@@ -54,6 +55,6 @@ def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str]
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return the first line of an upstream error, at most 200 characters; its class if the error has no text."""
+    """Return the first line of an upstream error, up to 200 characters, or the name of its class if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

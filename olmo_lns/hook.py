@@ -45,7 +45,12 @@ _missing: dict[str, list[str]] = {}
 
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Find ``name`` with the other finders; arrange that its callbacks run after the module is executed."""
+    """Find a module with the other finders, and arrange that its callbacks run after it is executed.
+
+    ``olmo_lns_autoload.pth`` calls this function by its name.
+
+    :returns: None if no callback is requested for ``name``, so that the import system asks the other finders.
+    """
     if (framework := name.partition(".")[0]) in FRAMEWORKS:
         activate(framework)
     _run_missed_callbacks()
@@ -81,7 +86,7 @@ def _run_callbacks(name: str, module: ModuleType) -> None:
 
 
 def _run(callback: Callable[[ModuleType], object], module: ModuleType) -> None:
-    """Run a callback; keep its error for :func:`require_wrapped`, since no scheme is selected yet."""
+    """Run a callback. Its error is kept for :func:`require_wrapped`, because no scheme is selected yet."""
     try:
         callback(module)
     except Exception as error:
@@ -101,7 +106,7 @@ def _run_missed_callbacks() -> None:
 
 
 def _is_executed(module: Any) -> bool:
-    """Return true for a module that its loader has executed; false for a test's stand-in."""
+    """Return true if a loader has executed the module, and false for a stand-in that a test put into sys.modules."""
     spec = _spec(module)
     return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
 
@@ -122,7 +127,7 @@ class _Finder:
         return start_up(name, path, target)
 
     def path_hook(self, path: str) -> Any:
-        """Put the finder in front again while a framework is imported; find nothing."""
+        """Put the finder in front again while a framework is imported. It never finds a path."""
         name = os.path.basename(path)
         if name in FRAMEWORKS and name in sys.modules:
             self.find_spec(name)
@@ -134,7 +139,7 @@ def _is_ours(finder: Any) -> bool:
 
 
 def install() -> None:
-    """Put a finder in front if the start-up hook did not run. Idempotent."""
+    """Put a finder in front if the start-up hook did not run. A second call has no effect."""
     if not any(map(_is_ours, sys.meta_path)):
         finder = _Finder()
         sys.meta_path.insert(0, finder)
@@ -144,7 +149,8 @@ def install() -> None:
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     """Call ``callback(module)`` after each execution of module ``name``, and now if it has been executed.
 
-    :param callback: a named function, not a new lambda for each call; a second request has no effect.
+    :param callback: a named function. A second request for the same function has no effect, whereas a new lambda would
+        run again.
     """
     callbacks = _callbacks.setdefault(name, {})
     if callback in callbacks:
@@ -157,7 +163,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
 
 
 def activate(framework: str) -> None:
-    """Run ``register()`` of a framework's integration once; its errors do not fail the framework's import."""
+    """Run ``register()`` of a framework's integration once. If it fails, the framework is imported all the same."""
     if framework in _activated or is_set(DISABLE):
         return
     name = FRAMEWORKS[framework].integration
@@ -183,9 +189,9 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
     """Replace a function by ``make(function)``, which keeps its name, docstring and ``__wrapped__``.
 
     :param path: ``"package.module:Class.method"`` or ``"package.module:function"``.
-    :param make: takes the plain function (out of its classmethod or staticmethod), returns one of the same signature.
-    :param needed: a scheme cannot run without the function; :func:`require_wrapped` raises if it is missing.
-    :returns: true if the function is wrapped now; wrapping twice has no effect.
+    :param make: receives the function, without its classmethod or staticmethod, and returns one of the same signature.
+    :param needed: true if a scheme needs the function. :func:`require_wrapped` then raises an error if it is missing.
+    :returns: true if the function is wrapped now. A second call has no effect.
 
     Example: ``wrap("olmo.model:OLMo.__init__", wrap_model_init)``.
     """
@@ -212,16 +218,16 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
 
 
 def is_wrapped(function: Any) -> bool:
-    """Return true for a function (or the function of a classmethod) that :func:`wrap` made."""
+    """Return true if :func:`wrap` made the function, or the function of the classmethod."""
     return hasattr(getattr(function, "__func__", function), MARKER)
 
 
 def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
-    """Check that all functions of ``framework`` that a scheme needs are wrapped; called when a scheme is selected.
+    """Check that all functions of a framework that a scheme needs are wrapped. Call it when a scheme is selected.
 
     :param framework: top-level name of the framework.
-    :param modules: modules with needed functions, which may not have been imported yet.
-    :raises UpstreamChangedError: the names of the missing functions and modules.
+    :param modules: modules that contain such functions. They need not have been imported yet.
+    :raises UpstreamChangedError: if a function or a module is missing. The message has its name.
     """
     missing = [*_missing.get(framework, ()), *(f"module {name}" for name in modules if not _exists(name))]
     if missing:

@@ -40,7 +40,7 @@ _REMEDIES = {"EXPONENT": _SCHEME_SETTING, "SCHEME": _SCHEME_SETTING, "SCALED_INI
 
 
 def read(name: str) -> str:
-    """Return the value without surrounding blanks; ``""`` if the variable is not set."""
+    """Return the value of a variable without surrounding blanks, or ``""`` if it is not set."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not in the list of variables")
     return os.environ.get(name, "").strip()
@@ -52,7 +52,10 @@ def is_set(name: str) -> bool:
 
 
 def check() -> None:
-    """Check all variables. :raises LNSConfigError: an unknown ``OLMO_LNS_*`` variable, or a switch other than 0, 1."""
+    """Check the names of all ``OLMO_LNS_*`` variables and the values of the switches.
+
+    :raises LNSConfigError: if a name is unknown, or a switch is neither 0 nor 1.
+    """
     # Compared without the prefix, which would make all names look alike.
     known = {name.removeprefix(PREFIX): name for name in VARIABLES} | _REMEDIES
     for name in sorted(os.environ):
@@ -70,7 +73,7 @@ def check() -> None:
 
 
 def warn() -> None:
-    """Log an error of :func:`check` as a warning, once per process: the import of a framework must not fail."""
+    """Log an error of :func:`check` as a warning, once in a process, so that importing a framework does not fail."""
     try:
         check()
     except LNSConfigError as error:
@@ -83,7 +86,11 @@ def _warn_once(text: str) -> None:
 
 
 def refuse_disabled(request: str = "this command runs OLMo with the plugin") -> None:
-    """Refuse a request that needs the plugin. :raises LNSConfigError: the plugin is switched off."""
+    """Refuse a request that needs the plugin if the plugin is switched off.
+
+    :param request: main clause for the message: who needs the plugin.
+    :raises LNSConfigError: if ``OLMO_LNS_DISABLE`` is 1.
+    """
     if is_set(DISABLE):
         raise LNSConfigError(
             f"{DISABLE}=1 is set, but {request}. Unset {DISABLE}, or run the framework's script without the plugin."

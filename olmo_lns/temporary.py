@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping, MutableMapping
 
 @contextmanager
 def replaced_attribute(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object or a module, and restore or remove it afterwards, also after an error.
+    """Set an attribute of an object or a module for a ``with`` block. Restore or remove it at the end.
 
     Example: ``with replaced_attribute(sys, "argv", ["script.py"]): …``.
     """
@@ -22,7 +22,7 @@ def replaced_attribute(target: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def replaced_items(target: MutableMapping[str, Any], items: Mapping[str, Any]) -> Iterator[None]:
-    """Set items of a mapping, such as ``os.environ``, and restore or remove them afterwards, also after an error.
+    """Set items of a mapping, such as ``os.environ``, for a ``with`` block. Restore or remove them at the end.
 
     Example: ``with replaced_items(os.environ, {"RANK": "0"}): …``.
     """

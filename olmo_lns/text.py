@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write ``path`` by rename, text as UTF-8: a killed process or a full disk never leaves a partial file.
+    """Write a file under a temporary name and rename it. A killed process or a full disk leaves no partial file.
 
-    A symbolic link is followed. In text, file names that the locale cannot decode keep their bytes.
+    Text is written as UTF-8. File names in it that the locale cannot decode keep their bytes. If ``path`` is a symbolic
+    link, the file behind it is replaced.
 
-    :raises OSError: the folder is not writable.
+    :raises OSError: if the folder is not writable.
     """
     target = path.resolve()
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

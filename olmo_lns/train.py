@@ -176,7 +176,7 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
             # Resume fully: a reset state would overwrite the checkpoints of this run with those of another.
             cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
     if not cfg.dry_run and not cfg.no_pre_train_checkpoint and cfg.load_path is None:
-        # Save and load a checkpoint first: a full disk or an unreadable state fails now, not in an hour.
+        # Save and load a checkpoint first, so that a full disk or an unreadable state fails now, not in an hour.
         path, cache = trainer.save_checkpoint(checkpoint_type=checkpoint_type)
         trainer.restore_checkpoint(path, checkpoint_type=checkpoint_type, local_cache=cache)
     if cfg.load_path is not None:
@@ -209,8 +209,8 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load an OLMo ``TrainConfig`` from a YAML file and ``--key=value`` overrides, with the norm types of this package.
 
-    :param path: a file, or the name of a pack file: ``60M-lns``.
-    :raises LNSConfigError: OLMo refuses the config; the message has the first line of OLMo's error.
+    :param path: a file, or the name of a file in the pack, such as ``60M-lns``.
+    :raises LNSConfigError: if OLMo refuses the config. The message has the first line of OLMo's error.
     """
     settings.refuse_disabled()
     register()
@@ -232,9 +232,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def prepare(cfg: TrainConfig, device: torch.device) -> None:
-    """Fill in the values that OLMo's launcher sets, and those for a CPU. Needs the process group; writes no file.
+    """Fill in the values that OLMo's launcher sets, and those for a CPU.
 
-    :raises LNSConfigError: a value cannot work; the message names the expected one.
+    The process group must exist. No file is written.
+
+    :raises LNSConfigError: if a value cannot work. The message names the expected value.
     """
     ranks, strategy = get_world_size(), str(cfg.distributed_strategy)
     if cfg.run_name is None:
@@ -280,12 +282,15 @@ def _save_config(cfg: TrainConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns train``. Exit code 130: a signal or a time limit ended the run early."""
+    """Run ``olmo-lns train``.
+
+    :returns: the exit code: 0, or 130 if a signal or a time limit ended the run early.
+    """
     parser = Parser(
         prog="olmo-lns train",
         usage="%(prog)s [-h] config [--key=value ...]",
-        description="Train an OLMo config with OLMo's Trainer, from the pip package alone. Several processes: torchrun "
-        "-m olmo_lns train. Ctrl-C saves a checkpoint; --try_load_latest_save continues from it.",
+        description="Train an OLMo config with OLMo's Trainer from the pip package alone. Start several processes with "
+        "torchrun -m olmo_lns train. Ctrl-C saves a checkpoint, from which --try_load_latest_save continues.",
     )
     parser.add_argument("config", help="OLMo training config (YAML), or the name of a pack file: 60M-lns")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as for OLMo's launcher")

@@ -203,13 +203,21 @@ def without(model, name):
 @pytest.mark.parametrize(
     "change, patterns, words",
     [
-        (zero_centred, PATTERNS, "size 2: a zero-centred gain"),
-        (lambda _: Model(lns=True), PATTERNS, r"blocks.1.first.weight of Norm.*size 0.707: it has a factor already"),
-        (lambda model: model, ["layers.{}.norm.weight"], r"one parameter in each of blocks 0 to 0, found \[\]"),
-        (lambda model: model, ["blocks.0.first.weight"], "expected one {}"),
+        (zero_centred, PATTERNS, "size 2, but 1 was expected. A zero-centred gain"),
+        (lambda _: Model(lns=True), PATTERNS, r"blocks.1.first.weight of Norm.*size 0.707.* It has a factor already"),
+        (
+            lambda model: model,
+            ["layers.{}.norm.weight"],
+            r"matched the blocks \[\]. Expected one parameter in each of blocks 0 to 0",
+        ),
+        (lambda model: model, ["blocks.0.first.weight"], "does not have one {}"),
         (lambda model: model, ["blocks.{}.qkv.weight"], "one dimension"),
         (lambda model: model, [], "at least one pattern"),
-        (lambda model: without(model, "blocks.1.second.weight"), PATTERNS, r"0 to 3, found \[0, 2, 3\]"),
+        (
+            lambda model: without(model, "blocks.1.second.weight"),
+            PATTERNS,
+            r"matched the blocks \[0, 2, 3\]. Expected one parameter in each of blocks 0 to 3",
+        ),
         (lambda model: without(model, "blocks.3.first.bias"), PATTERNS, "4 blocks, but 3 of them with a bias"),
     ],
 )

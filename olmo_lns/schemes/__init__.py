@@ -1,7 +1,7 @@
-"""Schemes as values, in pure Python: the effect of each scheme on a block, and its spelling.
+"""The schemes in pure Python: what each scheme does in a block, and how a text spells it.
 
-:class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. An integration builds plans
-in one framework.
+A :class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. An integration makes the blocks of one
+framework follow these plans.
 """
 
 from __future__ import annotations

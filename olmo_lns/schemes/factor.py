@@ -9,21 +9,21 @@ __all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "lns_scale"]
 
 #: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
 DEFAULT_EXPONENT = 0.5
-#: Up to this exponent the factor of block 10,000 is a normal fp32 number; above it gains become zeros.
+#: Up to this exponent the factor of block 10,000 is a normal fp32 number. Above it gains become zeros.
 LARGEST_EXPONENT = 8.0
 
 
 def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
     """Return the factor of both norms of block ``layer_number``.
 
-    ``s(l) = l ** -exponent``; with the default exponent this is the paper's ``1/sqrt(l)``
+    The factor of block l is ``l ** -exponent``. With the default exponent this is the paper's ``1/sqrt(l)``
     (arXiv 2502.05795, section 4).
 
     :param layer_number: 1-based, global index of the transformer block.
     :param exponent: dimensionless, from 0 (plain Pre-LN) to :data:`LARGEST_EXPONENT`.
     :returns: a Python float in (0, 1].
-    :raises TypeError: ``layer_number`` is not an integer.
-    :raises ValueError: ``layer_number < 1``, or the exponent is out of range.
+    :raises TypeError: if ``layer_number`` is not an integer.
+    :raises ValueError: if ``layer_number < 1``, or the exponent is out of range.
 
     Example: ``lns_scale(4)`` is 0.5, ``lns_scale(4, exponent=0.25)`` is 0.707.
     """
@@ -34,7 +34,7 @@ def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float
     except TypeError:
         raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}") from None
     if number < 1:
-        raise ValueError(f"layer_number is 1-based: expected an integer >= 1, got {number}")
+        raise ValueError(f"layer_number is 1-based and must be an integer >= 1, got {number}")
     if not 0 <= exponent < math.inf:  # also false for NaN
         raise ValueError(f"exponent must be a finite number >= 0, got {exponent!r}")
     if exponent > LARGEST_EXPONENT:

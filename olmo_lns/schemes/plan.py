@@ -1,4 +1,4 @@
-"""The plan of a scheme for one sub-layer of one block: its norms and its factors.
+"""The plan of a scheme for one sub-layer of one block: where it has norms, and what it multiplies by.
 
 For a sub-layer f (attention or feed-forward) with residual stream x::
 
@@ -21,8 +21,9 @@ SUB_LAYERS = ("attn", "ff")
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned factor. :param per_channel: true for a vector of hidden_size elements, false for one number.
+    """A factor that is trained.
 
+    :param per_channel: true for a vector of hidden_size elements, false for one number.
     :param start: initial value.
     """
 
@@ -35,13 +36,19 @@ class Learned:
 
 @dataclass(frozen=True)
 class Plan:
-    """One sub-layer under a scheme; factors are dimensionless Python floats.
+    """What one sub-layer computes under a scheme.
 
-    :param pre: a norm in front of the sub-layer. :param branch: a norm on its output, before the addition.
-    :param post: a norm on the sum.
-    :param gate: learned factor of the branch. :param omega: learned factor of the shortcut.
+    The names are those of the equation at the top of this module, and of the papers. Constants are Python floats
+    without a unit. The default is stock Pre-LN.
+
+    :param pre: true for a norm in front of the sub-layer.
+    :param branch: true for a norm on the output of the sub-layer, before the addition.
+    :param post: true for a norm on the sum.
+    :param gate: trained factor of the branch, or None.
+    :param omega: trained factor of the shortcut, or None.
     :param init_factors: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
-    :param groups: number of groups; the norm's statistics are over hidden_size / groups channels of one token.
+    :param groups: number of groups of channels. The norm takes its statistics over the hidden_size / groups channels of
+        a group, for one token.
     """
 
     pre: bool = True

@@ -1,7 +1,7 @@
-"""A scheme as a value: a row of the table with values for its parameters.
+"""A scheme is a row of the table of schemes, with values for the row's parameters.
 
-Flags, configs and checkpoints spell a scheme ``lns``, ``lns:exponent=0.25`` or ``name:key=value,key=value``. The
-spelling omits parameters at their default.
+Flags, configs and checkpoints spell a scheme ``lns``, ``lns:exponent=0.25`` or ``name:key=value,key=value``. Parameters
+that have their default are omitted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["Definition", "Parameter", "Scheme", "as_scheme", "define", "definiti
 class Parameter:
     """A numeric parameter of a scheme.
 
-    :param default: default value; its type, int or float, is the parameter's.
-    :param check: raises ValueError for a number that is not allowed.
+    :param default: default value. Its type, int or float, is the type of the parameter.
+    :param check: function that raises ValueError for a number that is not allowed.
+    :param help: what the parameter means.
     """
 
     default: float
@@ -32,7 +33,10 @@ class Parameter:
     help: str
 
     def read(self, value: Any) -> float:
-        """Return a number or its text as a value. :raises ValueError: a wrong type, or a number that is not allowed."""
+        """Convert a number or its text to the type of the parameter.
+
+        :raises ValueError: if ``value`` has another type, or is a number that is not allowed.
+        """
         kind = type(self.default)
         wrong = f"expected {'an integer' if kind is int else 'a finite number'}, found {reprlib.repr(value)}"
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -49,11 +53,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Definition:
-    """A row of the table.
+    """A row of the table of schemes.
 
-    :param plan_function: ``plan(layer_number, n_layers, sub_layer, **parameters)``, layer_number 1-based and global.
-    :param title: name in the start-up line. :param label: name in figures and tables.
+    :param name: the name that flags and configs use.
+    :param title: the name in the start-up line.
+    :param label: the name in figures and tables.
+    :param plan_function: called as ``plan_function(layer_number, n_layers, sub_layer, **parameters)``, where
+        layer_number is 1-based and global. It returns the :class:`~olmo_lns.schemes.plan.Plan` of that sub-layer.
     :param source: paper and equation.
+    :param parameters: name of a parameter -> its description.
     :param initialization: default initialization of the residual output projections
         (:mod:`olmo_lns.schemes.initialization`).
     """
@@ -71,12 +79,18 @@ _table: dict[str, Definition] = {}
 
 
 def define(definition: Definition) -> Definition:
-    """Add a row to the table of schemes; docs/own-scheme.md has an example.
+    """Add a row to the table of schemes.
 
-    :raises ValueError: the name is taken, or has other characters than lower-case letters and underscores.
+    docs/own-scheme.md has an example.
+
+    :returns: ``definition``.
+    :raises ValueError: if the name is taken, or has other characters than lower-case letters and underscores.
     """
     if definition.name in _table or not definition.name.replace("_", "").isalpha() or not definition.name.islower():
-        raise ValueError(f"scheme name {definition.name!r}: taken, or not lower-case letters")
+        raise ValueError(
+            f"A scheme cannot be named {definition.name!r}. The name must be new, and consist of lower-case letters "
+            "and underscores. Choose another name."
+        )
     _table[definition.name] = definition
     return definition
 
@@ -92,13 +106,13 @@ def _load_entry_points() -> None:
             entry.load()
         except Exception as error:
             raise LNSConfigError(
-                f"entry point {entry.name!r} of group {GROUP} ({entry.value}) cannot be loaded: {error}. Repair or "
-                "uninstall its package."
+                f"The entry point {entry.name!r} of the group {GROUP} ({entry.value}) could not be loaded: {error}. "
+                "Repair or uninstall its package."
             ) from error
 
 
 def names() -> tuple[str, ...]:
-    """Return the known schemes, Pre-LN first, those of installed packages last."""
+    """Return the names of all schemes. Pre-LN is the first, and those of other packages are the last."""
     _load_entry_points()
     return tuple(_table)
 
@@ -106,20 +120,25 @@ def names() -> tuple[str, ...]:
 def definition(name: str) -> Definition:
     """Return the row of a scheme: ``definition("lns").title`` is ``"LayerNorm Scaling"``.
 
-    :raises LNSConfigError: an unknown scheme; the message has the nearest known one.
+    :raises LNSConfigError: if there is no such scheme. The message suggests the most similar name.
     """
     if name not in _table:
         _load_entry_points()
     if name not in _table:
-        raise LNSConfigError(f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected {', '.join(_table)}")
+        raise LNSConfigError(f"Unknown scheme {name!r}{did_you_mean(name, _table)}. Use one of {', '.join(_table)}.")
     return _table[name]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The normalisation of a model's blocks. Equal schemes give equal models.
+    """How the blocks of a model are normalised. Two equal schemes build the same model.
 
-    :func:`parse` and :meth:`of` make one; ``values`` holds every parameter, defaults included.
+    Make a scheme with :meth:`of`, or from a text with :func:`parse`.
+
+    :param name: name of a row of the table.
+    :param values: pairs of a parameter and its value, for every parameter of the row.
+
+    Example: ``Scheme.of("lns", exponent=0.25)``.
     """
 
     name: str
@@ -127,23 +146,23 @@ class Scheme:
 
     @classmethod
     def of(cls, name: str, /, **parameters: Any) -> Scheme:
-        """Return a scheme with these parameters, the others at their default: ``Scheme.of("lns", exponent=0.25)``.
+        """Return a scheme with these parameters, and the defaults of the others: ``Scheme.of("lns", exponent=0.25)``.
 
-        :raises LNSConfigError: an unknown scheme or parameter, or a value that is not allowed.
+        :raises LNSConfigError: if the scheme or a parameter is unknown, or a value is not allowed.
         """
         row = definition(name)
         for key in parameters:
             if key not in row.parameters:
-                known = f"expected one of {', '.join(row.parameters)}" if row.parameters else "it has none"
+                known = f"Use one of {', '.join(row.parameters)}" if row.parameters else "It has none"
                 raise LNSConfigError(
-                    f"scheme {name!r}: unknown parameter {key!r}{did_you_mean(key, row.parameters)}: {known}"
+                    f"The scheme {name!r} has no parameter {key!r}{did_you_mean(key, row.parameters)}. {known}."
                 )
         values = []
         for key, parameter in row.parameters.items():
             try:
                 values.append((key, parameter.read(parameters.get(key, parameter.default))))
             except ValueError as error:
-                raise LNSConfigError(f"scheme {name!r}: {key}: {error}") from None
+                raise LNSConfigError(f"The parameter {key!r} of the scheme {name!r} cannot be set: {error}.") from None
         return cls(name, tuple(values))
 
     @property
@@ -161,7 +180,7 @@ class Scheme:
 
     @property
     def arguments(self) -> str:
-        """The spelling of the parameters that are not at their default: ``exponent=0.25``."""
+        """The spelling of the parameters that differ from their default, such as ``exponent=0.25``."""
         defaults = self.definition.parameters
         return ",".join(f"{key}={value!r}" for key, value in self.values if value != defaults[key].default)
 
@@ -171,12 +190,14 @@ class Scheme:
     def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
         """Return the plan of one sub-layer: ``LNS.plan(4, 16, "attn").norm_scale`` is 0.5.
 
-        :param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``.
+        :param layer_number: number of the block, 1-based and global.
+        :param n_layers: number of blocks in the whole model.
+        :param sub_layer: ``attn`` or ``ff``.
         """
         return self.definition.plan_function(layer_number, n_layers, sub_layer, **self.parameters)
 
     def plans(self, n_layers: int) -> Iterator[tuple[int, str, Plan]]:
-        """Yield ``(layer_number, sub_layer, plan)`` for every sub-layer, in the order of their runs."""
+        """Yield ``(layer_number, sub_layer, plan)`` for every sub-layer, in the order in which they run."""
         for layer_number in range(1, n_layers + 1):
             for sub_layer in SUB_LAYERS:
                 yield layer_number, sub_layer, self.plan(layer_number, n_layers, sub_layer)
@@ -195,23 +216,28 @@ class Scheme:
 def parse(text: str) -> Scheme:
     """Return the scheme that a text spells: ``parse("lns:exponent=0.25").parameters`` is ``{"exponent": 0.25}``.
 
-    :raises LNSConfigError: another form, or an error of :meth:`Scheme.of`.
+    :raises LNSConfigError: if the text has another form, or for the reasons of :meth:`Scheme.of`.
     """
     name, colon, rest = str(text).strip().partition(":")
     parameters: dict[str, str] = {}
     for item in rest.split(",") if colon else []:
         key, equals, value = item.partition("=")
         if not equals or not key.strip() or not value.strip() or key.strip() in parameters:
-            raise LNSConfigError(f"scheme {text!r}: found {item!r}, expected name:key=value[,key=value…]")
+            raise LNSConfigError(
+                f"The scheme {text!r} cannot be read at {item!r}. Write name:key=value, or name:key=value,key=value."
+            )
         parameters[key.strip()] = value.strip()
     return Scheme.of(name, **parameters)
 
 
 def as_scheme(scheme: Any) -> Scheme:
-    """Return the scheme of a text or a scheme. :raises LNSConfigError: another type, or an unknown scheme."""
+    """Return the scheme that a text spells, or a scheme as it is.
+
+    :raises LNSConfigError: if ``scheme`` has another type, or spells no scheme.
+    """
     if not isinstance(scheme, (str, Scheme)):
         raise LNSConfigError(
-            f"the scheme is a {type(scheme).__name__}: expected a text such as 'lns:exponent=0.25', or a Scheme. An "
-            "input of the model is given as example=, as in apply(model, example=tokens)."
+            f"The scheme is a {type(scheme).__name__}. Expected a text such as 'lns:exponent=0.25', or a Scheme. To "
+            "pass an input of the model, name it: apply(model, example=tokens)."
         )
     return parse(scheme) if isinstance(scheme, str) else scheme

@@ -1,4 +1,4 @@
-"""The schemes: one row each. A new scheme is a row here and a test of its equation.
+"""The table of schemes, with one row for each. A new scheme needs a row and a test of its equation.
 
 In the equations x is the stream, f the sub-layer, N a norm of the model's base type, l the 1-based number of the
 block, L the number of blocks. LNS is arXiv 2502.05795, Mix-LN arXiv 2412.13795. docs/schemes.md has the defaults and
@@ -52,7 +52,11 @@ def _always(plan: Plan) -> _Plan:
 
 
 def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
-    """Return a plan function with LNS's factor in ``field``, in these sub-layers. :param form: rest of the plan."""
+    """Return a plan function with LNS's factor in one field.
+
+    :param sub_layers: the sub-layers with the factor; none means both.
+    :param form: the other fields of the plan.
+    """
 
     def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
         scaled = sub_layer in (sub_layers or SUB_LAYERS)

@@ -54,7 +54,7 @@ def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, o
     ("wrong", "message"),
     [
         ("xyz", "Invalid value 'xyz', expected one of [default, low_precision, rms, lns, lns_rms"),
-        ("lns:exponant=0.25", "unknown parameter 'exponant' (did you mean 'exponent'?)"),
+        ("lns:exponant=0.25", "no parameter 'exponant' (did you mean 'exponent'?)"),
         ("rms:exponent=0.25", "Invalid value 'rms:exponent=0.25'"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
 @pytest.mark.parametrize(
     ("block", "fields", "message"),
     [
-        ("default", {"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
+        ("default", {"scheme": "lsn"}, "Unknown scheme 'lsn' .did you mean 'lns'"),
         ("default", {"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
         ("default", {"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
         (
