@@ -44,7 +44,8 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
-    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme. If the family
+    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme, and lose the
+    name under which they were loaded, since the model of that name has no scheme. If the family
     draws its residual output projections with a depth factor, as GPT-2 does with 1/sqrt(2L), fresh ones lose it.
 
     :param model: a model of any family whose blocks are Pre-LN or parallel, with any head.
@@ -96,6 +97,7 @@ def apply(
             if vars(module).get("config") is stock_config:
                 module.config = config
         models.convert(model)
+        models.forget_origin(model)
     return model
 
 

@@ -244,6 +244,18 @@ def convert(model: Any) -> None:
             module.__class__ = scheme_class(kind)
 
 
+def forget_origin(model: Any) -> None:
+    """Clear the name from which a model was loaded: what is there has no scheme.
+
+    TRL loads a reference model by this name, and PEFT saves it as the base of an adapter. Without it, as for a model
+    that was built from a config, they ask for the model.
+    """
+    model.config.name_or_path = ""
+    for module in model.modules():
+        if isinstance(module, SchemeModel):
+            module.name_or_path = ""  # type: ignore[attr-defined]
+
+
 def _finish(model: Any, initialization: str | None) -> None:
     """Measure a built or loaded model. For weights that are not here, the norms that the config names are measured."""
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)

@@ -163,6 +163,30 @@ def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tm
         assert torch.equal(loaded.eval()(**inputs("llama")).logits, tuned(**inputs("llama")).logits)
 
 
+def test_no_program_takes_the_stock_folder_for_the_model_that_was_loaded_from_it(tmp_path):
+    peft = pytest.importorskip("peft", reason=SFT)
+    from trl.trainer import utils as trl
+
+    stock("llama").save_pretrained(tmp_path / "stock")
+    model = apply(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), trained=True)
+    with pytest.raises(OSError, match="Repo id"):  # as for a model that was built from a config
+        trl.create_model_from_path(trl.get_config_model_id(model.config))
+    model.save_pretrained(tmp_path / "lns")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lns")
+    reference = trl.create_model_from_path(trl.get_config_model_id(loaded.config))
+    same("llama", reference.float().eval(), model, tolerance=0)
+    for base, is_known in ((model, False), (loaded, True)):
+        tuned = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)).eval()
+        tuned.save_pretrained(adapter := tmp_path / f"adapter-{is_known}")
+        if not is_known:
+            with pytest.raises((OSError, TypeError, ValueError)):
+                peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
+            continue
+        with torch.no_grad():
+            again = peft.AutoPeftModelForCausalLM.from_pretrained(adapter).eval()(**inputs("llama")).logits
+            assert torch.equal(again, tuned(**inputs("llama")).logits)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_layers_are_wrapped_and_placed_as_those_of_a_stock_model(kind):
     accelerate = pytest.importorskip("accelerate")
