@@ -16,7 +16,7 @@ from olmo_lns.errors import LNSConfigError, did_you_mean
 def configs_folder() -> Path:
     """Return the folder of the config pack: ``configs`` in the package, or beside the package in a clone.
 
-    :raises LNSConfigError: no such folder.
+    :raises LNSConfigError: if neither folder exists.
     """
     package = Path(olmo_lns.__file__).parent
     for candidate in (package / "configs", package.parent / "configs"):
@@ -36,8 +36,8 @@ def config_names() -> list[str]:
 def find_config(name: str | Path, folder: str) -> Path:
     """Find a file by its path, or by its name in the pack, such as ``paper`` or ``60M-lns``.
 
-    :param folder: folder of the pack, such as ``study``; ``""`` for names with a folder, such as ``study/paper``.
-    :raises LNSConfigError: no such file.
+    :param folder: folder of the pack, such as ``study``, or ``""`` if the name has its folder, as in ``study/paper``.
+    :raises LNSConfigError: if there is no such file.
 
     >>> find_config("paper", "study").name
     'paper.yaml'
@@ -62,7 +62,7 @@ def copy_config(name: str, out: Path) -> Path:
     """Copy a file of the pack, or a whole folder such as ``study``. Nothing is overwritten.
 
     :param out: an existing folder, or the new path.
-    :raises LNSConfigError: no such file in the pack, or a target that exists.
+    :raises LNSConfigError: if the pack has no such file, or the target exists already.
     """
     pack = configs_folder().resolve()
     paths = ((pack / f"{name.removeprefix('configs/')}{suffix}").resolve() for suffix in ("", ".yaml", ".txt"))

@@ -14,7 +14,11 @@ from olmo_lns.study.describe import Study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``olmo-lns study``. :returns: 1 if a run failed or a plan has problems. :raises LNSError: any other error."""
+    """Run ``olmo-lns study``.
+
+    :returns: the exit code: 1 if a run failed or a plan has problems, else 0.
+    :raises LNSError: for any other error.
+    """
     args = _parser().parse_args(argv)
     code: int = args.run_command(args)
     return code

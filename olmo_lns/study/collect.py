@@ -17,7 +17,7 @@ COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 
 
 def difference_from_saved(run: Run, folder: Path) -> str | None:
-    """Describe a difference between ``run`` and the config saved in ``folder``; return None if they agree."""
+    """Describe the first difference between a run and the config saved in a folder, or return None if they agree."""
     engine, saved = run.engine, run.engine.saved_settings(folder)
     if not saved:
         return None
@@ -34,7 +34,10 @@ def difference_from_saved(run: Run, folder: Path) -> str | None:
 
 
 def read_results(path: Path) -> pd.DataFrame:
-    """Read ``results.csv``. :raises LNSConfigError: ``study collect`` has not written it."""
+    """Read ``results.csv``.
+
+    :raises LNSConfigError: if ``study collect`` has not written the file.
+    """
     if not path.is_file():
         raise LNSConfigError(
             f"{path} was not found. The report reads the results that `olmo-lns study collect` writes. Run that "
@@ -46,13 +49,14 @@ def read_results(path: Path) -> pd.DataFrame:
 def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataFrame:
     """Read every run of a study from ``<out>/<run>/``, and write ``<out>/results.csv``.
 
-    ``loss`` is the mean training loss over the last part of a complete run, in nats per token; other runs have none.
-    ``heldout`` is the loss on held-out data after the last step, if the config has an evaluator ``heldout``.
+    ``loss`` is the mean training loss over the last part of a complete run, in nats per token. Other runs have none.
+    ``heldout`` is the loss on held-out data after the last step, if the config has an evaluator ``heldout``. ``size``
+    includes the learning rate if the description has ``rates``.
 
     :param allow_missing: report a run without a log as missing instead of raising an error.
     :returns: one row for each run, in the order of the description.
-    :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, a run that is not the
-        description's, or arms that differ in more than the arm; the message names the run and the problem.
+    :raises LNSConfigError: if a run is missing, a log is damaged, a loss is not finite, a run has other settings than
+        the description, or two arms differ in more than the arm. The message names the run and the problem.
     """
     settings: dict[str, Any] = {}
     rows = []

@@ -69,7 +69,8 @@ class _Strict(BaseModel):
 class Container(_Strict):
     """Container of a Slurm job.
 
-    :param image: a ``.sif`` runs by Apptainer, others by Pyxis. :param mounts: folders, ``/data`` or ``/data:/inside``.
+    :param image: an image. A ``.sif`` runs with Apptainer, any other image with Pyxis.
+    :param mounts: folders, such as ``/data`` or ``/data:/inside``.
     """
 
     image: Text
@@ -79,12 +80,14 @@ class Container(_Strict):
 class Launch(_Strict):
     """Launch settings of a study.
 
-    :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs in a node.
-    :param nodes: number of nodes for a run, by size; the key ``""`` is for all other sizes.
-    :param gpu: GPU of the plan's estimates and of the time that a Slurm script requests.
-    :param threads: ``OMP_NUM_THREADS`` of each run. :param args: arguments added to every command.
+    :param command: ``train`` (``olmo-lns train``) or the path of a training script.
+    :param nproc: number of GPUs in a node.
+    :param nodes: number of nodes for a run, by size. The key ``""`` is for all other sizes.
+    :param gpu: type of GPU, for the plan's estimates and for the time that a Slurm script requests.
+    :param threads: ``OMP_NUM_THREADS`` of each run.
+    :param args: arguments that are added to every command.
     :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
-    :param sbatch: additional ``#SBATCH`` lines; None removes a default line.
+    :param sbatch: additional ``#SBATCH`` lines. None removes a default line.
     """
 
     command: Text = "train"
@@ -128,7 +131,7 @@ def published() -> dict[str, Any]:
 def read_description(path: Path) -> Description:
     """Read a description file and check its keys and values.
 
-    :raises LNSConfigError: a missing, unknown or repeated key, or a wrong value.
+    :raises LNSConfigError: if a key is missing, unknown or repeated, or a value is wrong.
     """
     try:
         description = Description.model_validate(yaml_files.read_text(path))
@@ -154,11 +157,12 @@ def read_description(path: Path) -> Description:
 class Study:
     """A description with its runs and their launch settings.
 
+    :param gpus, nodes: numbers that the command line requests for each run, or None for those of the description.
+        See :meth:`layout`.
+    :param gpu: type of GPU, for the plan's estimates and for the launch.
+
     >>> Study.load("paper").arms[:2]
     ['preln', 'preln_scaled_init']
-
-    :param gpus, nodes: requested numbers for each run; None for the description's. See :meth:`layout`.
-    :param gpu: GPU of the estimates, for the plan and for the launch alike.
     """
 
     name: str
@@ -175,7 +179,7 @@ class Study:
 
     @property
     def sizes(self) -> list[str]:
-        """Sizes without learning rates."""
+        """The names of the sizes, without learning rates."""
         return list(dict.fromkeys(run.size for run in self.runs))
 
     @property
@@ -183,9 +187,9 @@ class Study:
         return list(dict.fromkeys(run.arm for run in self.runs))
 
     def layout(self, run: Run) -> tuple[int, int]:
-        """Return the number of nodes of a run and of GPUs in a node; requested numbers take precedence.
+        """Return the number of nodes of a run, and of GPUs in a node. Numbers from the command line take precedence.
 
-        :raises LNSConfigError: GPUs that do not fill the nodes evenly.
+        :raises LNSConfigError: if the GPUs do not fill the nodes evenly.
         """
         nodes_by_size, nproc = self.launch.nodes, self.launch.nproc
         if self.gpus is None:
@@ -201,7 +205,7 @@ class Study:
     def select_runs(self, only: Iterable[str] | None) -> list[Run]:
         """Return the runs whose names begin with one of the prefixes ``only``, such as ``7B`` or ``7B-preln``.
 
-        :raises LNSConfigError: a prefix that no run's name begins with.
+        :raises LNSConfigError: if no name of a run begins with a prefix.
         """
         if only is None:
             return list(self.runs)
@@ -228,7 +232,7 @@ class Study:
         """Read a description.
 
         :param path: a file, or the name of a description in the pack, such as ``paper``.
-        :raises LNSConfigError: no such file, or an unknown value, arm, size or framework.
+        :raises LNSConfigError: if there is no such file, or a value, arm, size or framework is unknown.
         """
         path = bundled_configs.find_config(path, "study")
         keys = read_description(path)
@@ -248,7 +252,7 @@ class Study:
         )  # fmt: skip
 
     def with_options(self, gpus: int | None, nodes: int | None, gpu: str | None) -> Study:
-        """Return the study with the options of a command line; None keeps the description's value."""
+        """Return the study with the options of a command line. None keeps the value of the description."""
         return replace(self, gpus=gpus, nodes=nodes, gpu=gpu or self.gpu)
 
     def with_variables(self, variables: Mapping[str, str]) -> Study:
@@ -296,7 +300,7 @@ def _require_names(key: str, names: Iterable[str], expected: Iterable[str]) -> N
 
 
 def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
-    """Return values by arm; a list applies to every arm."""
+    """Return the value for each arm. A list applies to every arm."""
     if not isinstance(value, dict):
         return dict.fromkeys(arms, value)
     by_arm = {arm_named(name).name: item for name, item in value.items()}
@@ -307,7 +311,10 @@ def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
 def _run(
     path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, settings: dict[str, Any], rate: str | None
 ) -> Run:
-    """Return a run with the config file of its arm, local or in the pack; else a stock file with its settings."""
+    """Return a run with the config file of its arm, or with the stock file and the settings of the arm.
+
+    The files are searched beside the description, and then in the pack.
+    """
 
     def config_file(arm: str) -> Path:
         name = pattern.replace("{size}", size).replace("{arm}", arm)

@@ -36,8 +36,8 @@ JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, job: str = "") -> list[str]:
     """Return the command line that starts a run or resumes the run from its last checkpoint.
 
-    :param job: rendezvous id, the same on all nodes of a run; by default the names of study and run.
-    :raises LNSConfigError: the GPUs of the run do not divide its batch.
+    :param job: rendezvous id, the same on all nodes of a run. The default has the names of the study and the run.
+    :raises LNSConfigError: if the GPUs of the run cannot share its batch evenly.
     """
     nodes, nproc = study.layout(run)
     if problem := run.shape.batch_problem(nodes * nproc):
@@ -54,7 +54,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
 
 
 def quote(argv: Sequence[str]) -> str:
-    """Quote a command for a shell; :data:`JOB` and :data:`ENDPOINT` are still expanded."""
+    """Quote a command for a shell, which still expands :data:`JOB` and :data:`ENDPOINT`."""
     return " ".join(f'"{item}"' if item in (JOB, ENDPOINT) else shlex.quote(item) for item in argv)
 
 
@@ -72,7 +72,7 @@ def environment(study: Study, out: Path) -> dict[str, str]:
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
     """Print one command for each run. A run over several nodes needs the command on each node.
 
-    If a launch makes the data of the study, they are made now, so that the commands find them.
+    If the study trains on local text, the text is written now, so that the commands find it.
     """
     check_environment()
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
@@ -89,7 +89,7 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
 def check_launch(study: Study) -> None:
     """Check the environment and the training script of a study.
 
-    :raises LNSConfigError: an environment variable that would change the arms, or a missing script.
+    :raises LNSConfigError: if an environment variable would change the arms, or the script is missing.
     """
     check_environment()
     script = study.launch.command
@@ -103,10 +103,11 @@ def check_launch(study: Study) -> None:
 def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
     """Run the unfinished runs one after the other. The same call resumes a killed study.
 
-    SIGINT and SIGTERM end the current run too. A run that survives a killed launcher keeps the study locked.
+    SIGINT and SIGTERM also end the current run. If the launcher is killed and a run survives, the study stays locked.
+    If a run fails, the end of its log is printed.
 
-    :returns: the number of failed runs; the end of each failed log is printed.
-    :raises LNSConfigError: a run that cannot start; raised before the first run starts.
+    :returns: the number of failed runs.
+    :raises LNSConfigError: if a run cannot start. The error is raised before the first run starts.
     """
 
     def interrupt(*_: object) -> None:
@@ -140,7 +141,10 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
 
 
 def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
-    """Return the unfinished runs. :raises LNSConfigError: a folder has a run with other settings."""
+    """Return the unfinished runs.
+
+    :raises LNSConfigError: if a folder has a run with other settings.
+    """
     unfinished = []
     for run in runs:
         if problem := difference_from_saved(run, out / run.name):
@@ -154,9 +158,9 @@ def _unfinished_runs(runs: Sequence[Run], out: Path) -> list[Run]:
 
 
 def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subprocess.Popen[bytes]]:
-    """Start a run, or resume the run from its last checkpoint. Return its log file and its process.
+    """Start a run, or resume it from its last checkpoint. Return its log file and its process.
 
-    :param lock: file descriptor of the study's lock; the run inherits it, so that the lock is held while the run lives.
+    :param lock: file descriptor of the study's lock. The run inherits it, so the study is locked until the run ends.
     """
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -55,10 +55,12 @@ def next_log(folder: Path) -> Path:
 class Curve:
     """Losses of a run, in nats per token, by optimizer step.
 
-    :param losses: training loss. :param heldout: loss on held-out data after the step.
-    :param logged: steps in the log; Megatron's steps also without a loss, which it has not for a step that it skips.
-    :param total_steps: planned steps of the run; None if unknown.
-    :param has_ended: True if Megatron's training loop has ended after the last loss, not by a signal or an exit option.
+    :param losses: training loss.
+    :param heldout: loss on held-out data after the step.
+    :param logged: the steps in the log, including those that Megatron skipped and logged without a loss.
+    :param total_steps: planned number of steps, or None if it is unknown.
+    :param has_ended: True if Megatron's training loop has ended after the last loss, and not by a signal or an exit
+        option.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Curve:
 
     @property
     def interval(self) -> int:
-        """The most frequent number of steps between two logged steps; 1 for fewer than two."""
+        """The most frequent number of steps between two logged steps, or 1 for fewer than two steps."""
         distances = [after - before for before, after in pairwise(self.logged)]
         return max(statistics.multimode(distances), default=1)
 
@@ -119,7 +121,7 @@ class Curve:
 
 @dataclass
 class _Message:
-    """A message of OLMo or OLMo-core so far; ``step`` is 0 if its first line has none."""
+    """The part of a message of OLMo or OLMo-core that was read so far. ``step`` is 0 if the first line has none."""
 
     rank: str = ""
     step: int = 0
@@ -144,7 +146,7 @@ class _Reader:
     def read_line(self, line: str) -> None:
         """Add the loss in a line.
 
-        :raises LNSConfigError: a line that is cut, a loss whose step is unknown, or the losses of several ranks.
+        :raises LNSConfigError: if the line is cut, if the step of a loss is unknown, or if losses are of several ranks.
         """
         label, text = self._split_label(line)
         self.curve.has_ended |= ENDED in text
@@ -246,12 +248,12 @@ def _parse_loss(text: str, step: int, printed: re.Pattern[str]) -> float:
 
 
 def read_curve(folder: Path) -> Curve | None:
-    """Return the losses of all attempts of a run; None without a log.
+    """Return the losses of all attempts of a run, or None if the folder has no log.
 
-    A log is read up to its last complete line, because a kill may cut a number.
+    A log is read up to its last complete line, because a killed process may have written a part of a number.
 
-    :raises LNSConfigError: a damaged log, a loss that is not a finite number, losses of several ranks, another number
-        of total steps, or a gap between the logged steps; the message has the log's name.
+    :raises LNSConfigError: if a log is damaged, if a loss is not a finite number, if losses are of several ranks, if
+        the total number of steps changes, or if steps are missing. The message has the name of the log.
     """
     curve, logs = Curve(), find_logs(folder)
     if not all(path.name.startswith("attempt-") for path in logs):  # logs by hand, before or after the attempts
@@ -275,14 +277,14 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _first_step(path: Path) -> int:
-    """Return the first step in a log; 0 without one."""
+    """Return the first step in a log, or 0 if it has none."""
     text = ANSI.sub("", path.read_text(encoding="utf-8", errors="replace"))
     match = re.search(STEP.pattern, text, re.MULTILINE) or ITERATION.search(text)
     return int(match[1]) if match else 0
 
 
 def _check_gaps(curve: Curve, folder: Path) -> None:
-    """Raise an error for missing steps: a log is missing or damaged, and a mean over the rest would be wrong."""
+    """Raise an error if steps are missing, because a mean over the remaining steps would be wrong."""
     interval = curve.interval
     distances = [after - before for before, after in pairwise(curve.logged)]
     neighbours = distances[1:] + distances[-2:-1]  # the next distance, or the one before the last

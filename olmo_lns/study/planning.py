@@ -44,8 +44,7 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
     warning.
 
     :param settings: name of a run -> its flat settings, for the runs to check. None checks the configs of all runs.
-
-    :raises LNSConfigError: a run that is not its arm, or two runs that differ; the message has the key and both values.
+    :raises LNSConfigError: if a run is not its arm, or two runs differ. The message has the key and both values.
     """
     unknown: dict[str, str] = {}
     references: dict[tuple[str, int], Run] = {}
@@ -84,7 +83,7 @@ def find_problems(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     """Return the problems of a run on a number of GPUs.
 
     :param has_layout: False for a config file, for which nobody has named the number of GPUs.
-    :raises LNSConfigError: the framework cannot load the config or build the model.
+    :raises LNSConfigError: if the framework cannot load the config or build the model.
     """
     shape, engine = run.shape, run.engine
     problems = arm_problems(run.arm, run.settings, engine) if run.arm else []
@@ -170,8 +169,9 @@ def print_plan(
 ) -> list[str]:
     """Print the plan of a description or a config file, and return its problems.
 
-    :param name: a file, or a name in the pack. :param only, gpus, nodes, gpu: options of the command line.
-    :raises LNSConfigError: the file cannot be read, or the runs differ in more than the arm.
+    :param name: a file, or a name in the pack.
+    :param only, gpus, nodes, gpu: options of the command line.
+    :raises LNSConfigError: if the file cannot be read, or the runs differ in more than the arm.
     """
     path = bundled_configs.find_config(name, "study")
     keys = yaml_files.read_text(path)

@@ -113,7 +113,7 @@ def _by_arm(study: Study, titles: Sequence[str], cell: Callable[[str, str], str]
 
 
 def _format_mean(values: pd.Series, digits: int = 4, sign: str = "") -> str:
-    """Return mean, standard deviation and number of values as text; ``–`` without values."""
+    """Return mean, standard deviation and number of values as text, or ``–`` if there are no values."""
     if not len(values):
         return "–"
     deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""

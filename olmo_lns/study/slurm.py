@@ -46,11 +46,11 @@ CORES_PER_GPU = 8
 def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Path]:
     """Write ``<folder>/<size>.sbatch`` for every size. Create ``out``, where Slurm writes the output of the tasks.
 
-    ``launch.sbatch`` of the description adds or replaces ``#SBATCH`` lines; null removes a line. The default ``time``
-    is the plan's (:func:`planned_hours`). Options of the command ``sbatch`` take precedence. The variables of the
+    ``launch.sbatch`` of the description adds, replaces or removes ``#SBATCH`` lines. The default ``time`` comes from
+    the plan (:func:`planned_hours`). Options of the command ``sbatch`` take precedence. The variables of the
     config files (``OLMO_DATA_DIR`` or ``MEGATRON_DATA``) must be set at submission.
 
-    :raises LNSConfigError: a study whose data a launch builds on one machine.
+    :raises LNSConfigError: if the study trains on local text, which a launch writes on one machine.
     """
     if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(

@@ -37,7 +37,7 @@ class _TextLoader(yaml.SafeLoader):
 def read_text(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file, with every scalar as text. An empty value is ``""``.
 
-    :raises LNSConfigError: no such file, not YAML, a repeated key, or not a mapping.
+    :raises LNSConfigError: if there is no such file, or it is not YAML, not a mapping, or repeats a key.
     """
     if not path.is_file():
         raise LNSConfigError(f"{path} was not found. Pass the path of a YAML file.")
@@ -76,7 +76,7 @@ def parse_scalars(node: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """Return the mapping in a config file, with converted scalars. Variables are not replaced.
 
-    :raises LNSConfigError: errors of :func:`read_text`.
+    :raises LNSConfigError: for the reasons of :func:`read_text`.
     """
     config: dict[str, Any] = parse_scalars(read_text(path))
     return config
@@ -95,7 +95,7 @@ def fill_variables(
 
     :param variables: values that take precedence over the environment's.
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of raising an error.
-    :raises LNSConfigError: an unset variable without a default.
+    :raises LNSConfigError: if a variable is not set and has no default.
     """
     fill = partial(fill_variables, source=source, variables=variables, placeholder=placeholder)
     if isinstance(node, dict):

@@ -41,7 +41,7 @@ class Data:
 def find(paths: Iterable[Path]) -> list[Path]:
     """Return files as they are, and all ``*.npy`` (OLMo) and ``*.bin`` (Megatron) in folders. No file is repeated.
 
-    :raises LNSConfigError: a path that does not exist, or folders without data.
+    :raises LNSConfigError: if a path does not exist, or the folders have no data.
     """
     files: dict[str, Path] = {}
     for path in paths:
@@ -72,7 +72,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the record ``NAME.json`` that ``data prepare`` wrote beside ``NAME-00000.npy``; empty without a record.
 
-    :raises LNSConfigError: a record that cannot be read.
+    :raises LNSConfigError: if a record cannot be read.
     """
     for record in (path.with_name(f"{path.stem}.json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")):
         if record.is_file() and record.name != "tokenizer.json":
@@ -159,7 +159,7 @@ def _check_tokens(result: Data, vocabulary: int) -> None:
 def _read_index(result: Data) -> int:
     """Set the dtype of a ``.bin`` from its ``.idx``, and return the number of documents.
 
-    :raises LNSConfigError: an index that Megatron cannot read, or the index of another ``.bin``.
+    :raises LNSConfigError: if Megatron cannot read the index, or it is the index of another ``.bin``.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

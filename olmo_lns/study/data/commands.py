@@ -14,14 +14,17 @@ from olmo_lns.study.data.corpora import DOLMA
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``olmo-lns data``. :returns: 1 if ``check`` finds a problem, or too few tokens or sequences; else 0."""
+    """Run ``olmo-lns data``.
+
+    :returns: the exit code: 1 if ``check`` finds a problem, or too few tokens or sequences, else 0.
+    """
     parser = Parser(prog="olmo-lns data", description="Make and check tokenised training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(
-        "check", help="check dtype, size, vocabulary range and number of tokens; exit code 1 for a problem"
+        "check", help="check dtype, size, token ids and number of tokens (exit code 1 if there is a problem)"
     )
     checking.add_argument("--budget", type=float, default=0, help="tokens to train on, without padding, such as 20e9")
-    checking.add_argument("--rows", type=float, default=0, help="sequences a run reads: steps × batch")
+    checking.add_argument("--rows", type=float, default=0, help="number of sequences that a run reads: steps × batch")
     checking.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
     fetching = commands.add_parser("fetch", help="fetch the needed part of each tokenised file in a list")
     fetching.add_argument("list", help="a file, or a name in the pack: dolma")
@@ -45,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: of the record, else uint16)"
         )
         command.add_argument("--vocab-size", type=int, help=f"default: of the record, else {DOLMA.vocabulary}")
-        command.add_argument("--eos", type=int, help=f"end of document, -1: none (default: the record's, {DOLMA.eos})")
+        command.add_argument(
+            "--eos",
+            type=int,
+            help=f"id of the end of a document, or -1 for none (default: of the record, else {DOLMA.eos})",
+        )
     args = parser.parse_args(argv)
     return {"check": _check, "fetch": _fetch, "prepare": prepare.run, "megatron": _megatron}[args.command](args)
 

@@ -38,7 +38,7 @@ _MAX_SOURCE_SIZE = 1 << 18
 def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
     """Yield ``(name, text)`` of each document in a fixed order: manual topics, library sources, then ``packages``.
 
-    :raises LNSConfigError: a package that is not installed.
+    :raises LNSConfigError: if a package is not installed.
     """
     from pydoc_data.topics import topics
 
@@ -74,8 +74,9 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
 
     The ``.npy`` files are flat uint16 memmaps without a header, as OLMo reads them.
 
-    :param packages: packages whose sources follow Python's. :returns: the absolute path of the folder.
-    :raises LNSConfigError: a Python without sources, a package that is not installed, or a folder with other text.
+    :param packages: packages whose sources follow those of Python.
+    :returns: the absolute path of the folder.
+    :raises LNSConfigError: if Python has no sources, a package is not installed, or the folder has other text.
     """
     folder = Path(folder).absolute()
     split: dict[str, list[bytes]] = {"train": [], "heldout": []}

@@ -26,7 +26,7 @@ HELDOUT = "heldout/"
 def read_list(path: Path) -> dict[str, str]:
     """Return the address of each file in a list, by name.
 
-    :raises LNSConfigError: a line that is not ``NAME.npy ADDRESS``, or a repeated name.
+    :raises LNSConfigError: if a line is not ``NAME.npy ADDRESS``, or a name is repeated.
     """
     addresses: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -44,9 +44,10 @@ def read_list(path: Path) -> dict[str, str]:
 def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
     """Write the first tokens of each file to ``out``, equally many from each file. Partial files are continued.
 
-    :param files: addresses by name. :param tokens: number of tokens in all files together.
-    :raises LNSConfigError: an address that cannot be read, an existing file of another length, or another fetch into
-        the same folder.
+    :param files: addresses by name.
+    :param tokens: number of tokens in all files together.
+    :raises LNSConfigError: if an address cannot be read, if a file exists with another length, or if another fetch
+        writes into the same folder.
     """
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * TOKEN_SIZE
     out.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,10 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
 
 
 def _total_size(response: requests.Response, start: int) -> int:
-    """Return the size of the whole file. :raises LNSConfigError: the response does not start at byte ``start``."""
+    """Return the size of the whole file.
+
+    :raises LNSConfigError: if the response does not start at byte ``start``.
+    """
     match = re.fullmatch(rf"bytes {start}-\d+/(\d+)", response.headers.get("Content-Range", ""))
     if match is None:
         raise LNSConfigError(

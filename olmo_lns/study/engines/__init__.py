@@ -16,14 +16,14 @@ __all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "overrid
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
-#: OLMo-core precedes OLMo, because OLMo-core's files also have OLMo's ``identifying_key``.
+#: OLMo-core precedes OLMo, because OLMo-core's files also have the ``identifying_key`` of OLMo.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 
 def overrides_for(arm: Arm, engine: Engine) -> dict[str, Any]:
     """Return the settings that make a run of ``engine`` this arm.
 
-    :raises LNSConfigError: the framework does not support the arm.
+    :raises LNSConfigError: if the framework does not support the arm.
     """
     overrides = engine.arm_overrides(arm)
     if overrides is None:

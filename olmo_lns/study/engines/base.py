@@ -24,9 +24,11 @@ class Shape:
 
     :param ffn_hidden_size: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
     :param vocab_size: rows of the embedding table, padding included.
-    :param sequence_length: tokens in a sequence. :param batch_size: sequences in an optimizer step.
-    :param steps: optimizer steps; 0 for a duration in epochs, which depends on the data.
-    :param micro_batch_size: divisor of the batch of a GPU. :param model_parallel_size: GPUs for one copy of the model.
+    :param sequence_length: tokens in a sequence.
+    :param batch_size: sequences in an optimizer step.
+    :param steps: optimizer steps, or 0 for a duration in epochs, which depends on the data.
+    :param micro_batch_size: sequences in a forward pass. The batch of a GPU must be a multiple.
+    :param model_parallel_size: number of GPUs for one copy of the model.
     """
 
     layers: int
@@ -51,7 +53,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; a tied output projection is not counted again."""
+        """Number of parameters. A tied output projection is counted once."""
         kv_size = self.hidden_size * self.kv_heads // self.heads
         block = self.hidden_size * (2 * self.hidden_size + 2 * kv_size + 3 * self.ffn_hidden_size)
         norms = (2 * self.layers + 1) * self.hidden_size if self.has_norm_weight else 0
@@ -69,13 +71,13 @@ class Shape:
     def flops(self) -> float:
         """Training FLOPs by the convention of most published MFU figures: ``6 N D`` plus attention ``12 L d s D``.
 
-        N includes the head but not the input embedding (a lookup); the attention matrix is full (non-causal).
+        N includes the head but not the input embedding, which is a lookup. The attention matrix counts as full.
         """
         n = self.parameters if self.has_tied_embeddings else self.parameters - self.embedding_parameters
         return (6 * n + 12 * self.layers * self.hidden_size * self.sequence_length) * float(self.tokens)
 
     def batch_problem(self, gpus: int) -> str | None:
-        """Return the reason why GPUs cannot share the batch evenly; None if they can."""
+        """Return the reason why the GPUs cannot share the batch evenly, or None if they can."""
         copies, rest = divmod(gpus, self.model_parallel_size)
         if rest == 0 and self.batch_size % (copies * self.micro_batch_size) == 0:
             return None
@@ -91,13 +93,14 @@ class Shape:
 class Engine(Protocol):
     """One training framework. Its class implements the methods that have no body here.
 
-    :param name: value of ``framework:`` in a description. :param title: name in messages.
-    :param identifying_key: top-level key that identifies the framework's config files.
+    :param name: value of ``framework:`` in a description.
+    :param title: name in messages.
+    :param identifying_key: top-level key by which a config file of the framework is recognized.
     :param arm_keys: settings that define an arm and may differ between two arms of one size.
     :param compared_keys: settings that change the loss by more than rounding. Runs that differ in one are refused.
-    :param ignored_keys: settings that do not: names, folders, the machine. A difference in a key of neither kind, which
-        a new version of the framework may have, is reported.
-    :param base_arm: arm whose config file is the base of every arm without a file.
+    :param ignored_keys: settings that do not change the loss: names, folders, the machine. A new version of the
+        framework may have settings of neither kind. A difference in such a setting is reported.
+    :param base_arm: the arm whose config file is used for every arm without a file.
     :param save_variable, data_variable: environment variables that the config files read.
     :param shape_keys: field of :class:`Shape` -> the setting with the same value.
     :param rate_keys: settings that scale with the learning rate, the peak first.
@@ -117,24 +120,24 @@ class Engine(Protocol):
     rate_keys: tuple[str, ...]
 
     def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
-        """Return the settings that make a run this arm; None if the framework does not support the arm."""
+        """Return the settings that make a run this arm, or None if the framework does not support the arm."""
 
     def arm_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a run that define its arm, with defaults for missing keys."""
+        """Return the settings of a run that define its arm. Missing keys have their defaults."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
     def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         """Return the overrides for a run's name and seed."""
 
     def rate_overrides(self, config: Path, rate: float) -> dict[str, Any]:
-        """Return the overrides for a peak learning rate; the lowest rate changes in proportion."""
+        """Return the overrides for a peak learning rate. The lowest rate changes in proportion."""
         return {self.rate_keys[0]: rate}
 
     def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
         """Load a config file with overrides as the framework does. Its environment variables need not be set.
 
         :param variables: values of environment variables that a launch will set.
-        :raises LNSConfigError: the framework refuses the config.
+        :raises LNSConfigError: if the framework refuses the config.
         """
 
     def settings(self, loaded: Any) -> dict[str, Any]:
@@ -142,7 +145,10 @@ class Engine(Protocol):
         return flatten(loaded)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """Return the shape of a run. :raises LNSConfigError: a missing key, or a value that is not a number."""
+        """Return the shape of a run.
+
+        :raises LNSConfigError: if a key is missing, or a value is not a number.
+        """
         try:
             fields: dict[str, Any] = {field: int(settings[key]) for field, key in self.shape_keys.items()}
             return Shape(learning_rate=float(settings[self.rate_keys[0]]), **fields | self.derived_fields(settings))
@@ -164,11 +170,11 @@ class Engine(Protocol):
         """Return the contradictions between the settings of a run on this number of GPUs."""
 
     def missing_data(self, settings: Mapping[str, Any]) -> str:
-        """Describe the first data of a run that do not exist; ``""`` if all exist or cannot be checked."""
+        """Describe the first data of a run that do not exist. Return ``""`` if all exist or cannot be checked."""
         return ""
 
     def skipped_check(self) -> str:
-        """Name the check that this environment cannot run; ``""`` if all checks run."""
+        """Name the check that this environment cannot run. Return ``""`` if all checks run."""
         return ""
 
     def arguments(self, run: Run, folder: Path) -> list[str]:
@@ -183,7 +189,7 @@ class Engine(Protocol):
         return 1.0
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
-        """Return the flat settings that the run in ``folder`` saved; empty if it saved none."""
+        """Return the flat settings that the run in a folder has saved. They are empty if it has saved none."""
 
 
 def dot_list(settings: Mapping[str, Any]) -> list[str]:
@@ -198,11 +204,11 @@ def dot_list(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a study; ``name`` is also the name of its folder.
+    """One training run of a study. Its ``name`` is also the name of its folder.
 
     :param size: name of the size in the description, such as ``60M``. Runs of one size and seed are compared.
-    :param arm: name of the arm; ``""`` for a config file that names none.
-    :param rate: learning rate from the description's ``rates``; None for the config's rate.
+    :param arm: name of the arm, or ``""`` for a config file that names none.
+    :param rate: learning rate from the ``rates`` of the description, or None for the rate of the config.
     :param variables: environment variables that a launch sets for the config, by name.
     """
 

@@ -36,7 +36,7 @@ OPTION = "--lns-config"
 def read(path: Path) -> dict[str, Any]:
     """Return the settings in a file under Megatron's argument names (``num_layers``). Variables are not replaced.
 
-    :raises LNSConfigError: no such file, not a flat mapping, or a key written with an underscore.
+    :raises LNSConfigError: if there is no such file, if it is not a flat mapping, or if a key has an underscore.
     """
     path = find_config(path, "megatron")
     flags = read_yaml(path)
@@ -66,7 +66,7 @@ def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[
     """Return settings as a list of flags and their values.
 
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
-    :raises LNSConfigError: a variable that is not set.
+    :raises LNSConfigError: if a variable is not set.
     """
     flags: list[str] = []
     for key, value in settings.items():
@@ -83,11 +83,11 @@ def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[
 
 
 def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
-    """Replace ``--lns-config FILE`` by the flags in the file; explicit flags take precedence.
+    """Replace ``--lns-config FILE`` by the flags in the file. Explicit flags take precedence.
+
+    :raises LNSConfigError: if two files are passed, or for the reasons of :func:`read` and :func:`to_flags`.
 
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
-
-    :raises LNSConfigError: two files, or errors of :func:`read` and :func:`to_flags`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="files", type=as_path, action="append", default=[])
@@ -116,7 +116,7 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
     A machine without a GPU is treated as one with an H100.
 
     :param gpus: number of GPUs, from which Megatron derives data parallelism.
-    :raises LNSConfigError: ``megatron.training`` cannot be imported, or Megatron refuses the flags.
+    :raises LNSConfigError: if ``megatron.training`` cannot be imported, or Megatron refuses the flags.
     """
     import torch
 
@@ -209,7 +209,7 @@ class MegatronEngine(Engine):
     rate_keys: tuple[str, ...] = ("lr", "min_lr")
 
     def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
-        """Return the arguments of an arm that differ from their defaults; None if Megatron does not support the arm."""
+        """Return the arguments of an arm that differ from their defaults, or None if Megatron does not support it."""
         has_scaled_init = arm.initialization in ("scaled", "upstream")  # Megatron's default is scaled
         if arm.init_fn or arm.scheme.name not in (PRE_LN.name, LNS.name) or arm.initialization == "depth_scaled":
             return None

@@ -16,7 +16,7 @@ from olmo_lns.study import yaml_files
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 from olmo_lns.temporary import replaced_items
 
-#: Initialization -> ``init_fn``. ``upstream`` is missing: it keeps the ``init_fn`` of the config, which defines no arm.
+#: Initialization -> ``init_fn``. ``upstream`` keeps the ``init_fn`` of the config, which defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
 
 
@@ -24,8 +24,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None, variables: Mapp
     """Load a ``TrainConfig`` as ``scripts/train.py file --key=value`` does. Data paths need not exist.
 
     :param variables: environment variables for the config.
-
-    :raises LNSConfigError: OLMo refuses the config; the message has the file's name and OLMo's error.
+    :raises LNSConfigError: if OLMo refuses the config. The message has the name of the file and OLMo's error.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -167,9 +166,9 @@ class OLMoEngine(Engine):
         return [str(run.config.resolve()), *(f"--{item}" for item in dot_list({**run.overrides, **checkpoints}))]
 
     def heldout_correction(self, settings: Mapping[str, Any]) -> float:
-        """Return the ratio of positions to labels: OLMo divides the summed loss of a row by all positions of the row.
+        """Return the ratio of positions to labels, because OLMo divides the loss of a row by all its positions.
 
-        :raises LNSConfigError: a missing label mask, or an evaluator that reads only a part of the rows.
+        :raises LNSConfigError: if a label mask is missing, or the evaluator reads only a part of the rows.
         """
         import numpy as np
 

@@ -36,7 +36,8 @@ def read(
 
     :param variables: values that take precedence over the environment's.
     :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
-    :raises LNSConfigError: no such file, an unset variable, a missing section, or an override below a plain value.
+    :raises LNSConfigError: if there is no such file, if a variable is not set, if a section is missing, or if an
+        override names a key below a plain value.
     """
     config: dict[str, Any] = fill_variables(
         read_yaml(Path(path)), str(path), variables=variables, placeholder=placeholder
@@ -60,7 +61,7 @@ def read(
 
 
 def available() -> bool:
-    """Return true if an OLMo-core with models is installed; version 0.1.0, which ai2-olmo requires, has none."""
+    """Return true if an OLMo-core with models is installed. Version 0.1.0, which ai2-olmo requires, has none."""
     return find_spec("olmo_core") is not None and find_spec("olmo_core.nn") is not None
 
 
@@ -73,7 +74,7 @@ def count_parameters(path: Path, config: Mapping[str, Any]) -> int:
 
     The model is built on the meta device without its scheme, and once for all arms of a size.
 
-    :raises LNSConfigError: a class that does not exist, or another error of OLMo-core; the message has the file's name.
+    :raises LNSConfigError: if a class does not exist, or OLMo-core refuses the config. The message names the file.
     """
     from olmo_core.config import Config
 
