@@ -40,8 +40,8 @@ __all__ = [
 
 #: A matrix of fewer elements is not measured: its standard deviation is too uncertain.
 _MEASURABLE = 1000
-#: Of more parameters whose names differ in numbers only, one that has an effect is examined.
-_FEW = 4
+#: Of many parameters whose names differ in numbers only, so many that have an effect are examined from either end.
+_FEW = 2
 #: What :func:`mark` records on modules.
 _MARKS = ("lns_matrices", "lns_norm")
 #: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
@@ -73,12 +73,12 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     """
     rest = moved()
     width = rest.shape[-1]
-    # The router may leave experts without an effect; one that it selects stands for them.
+    # The router may leave experts without an effect; those that it selects stand for them.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in block.named_parameters():
         # Fewer rows may be the scales of a branch.
         if parameter.dim() > 1 and parameter.numel() >= 8 * width and width in parameter.shape:
-            groups[re.sub(r"\d+", "#", name), parameter.shape].append((name, parameter))
+            groups[_place(name), parameter.shape].append((name, parameter))
 
     def projects(parameter: nn.Parameter, axis: int) -> bool | None:
         """Return None if nothing reads the parameter."""
@@ -99,22 +99,41 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
                 return False
         return True
 
+    def axis(parameter: nn.Parameter) -> int | None:
+        """Return the channels' dimension of a projection, -1 for another parameter, None if nothing reads it."""
+        with _of_its_own(parameter):
+            results = {axis: projects(parameter, axis) for axis, size in enumerate(parameter.shape) if size == width}
+        if all(result is None for result in results.values()):
+            return None
+        return next((axis for axis, result in results.items() if result), -1)
+
     projections = {}
-    for (_, shape), group in groups.items():
-        axis_of: dict[str, int | None] = {}
-        for name, parameter in group:
-            with _of_its_own(parameter):
-                results = {axis: projects(parameter, axis) for axis, size in enumerate(shape) if size == width}
-            if not all(result is None for result in results.values()):
-                axis_of[name] = next((axis for axis, result in results.items() if result), None)
-                if len(group) > _FEW:
+    for group in groups.values():
+        axis_of: dict[str, int] = {}
+        for ordered in (group, group[::-1]):  # the last of a row of matrices may end the branch
+            count = 0
+            for name, parameter in ordered:
+                if name not in axis_of and (result := axis(parameter)) is not None:
+                    axis_of[name] = result
+                count += name in axis_of
+                if count == _FEW:
                     break
         found = set(axis_of.values())
         for name, _ in group:
-            axis = axis_of.get(name, next(iter(found)) if len(found) == 1 else None)
-            if axis is not None:
-                projections[name] = axis
+            result = axis_of.get(name, next(iter(found)) if len(found) == 1 else -1)
+            if result >= 0:
+                projections[name] = result
     return projections
+
+
+def _place(name: str) -> str:
+    """Return a name with ``#`` for the numbers of modules in a list: ``experts.#.w2`` for ``experts.3.w2.weight``.
+
+    Numbers in the last part of a name tell different matrices of one module apart.
+    """
+    *outer, last = name.removesuffix(".weight").split(".")
+    is_number = last.isdigit() and not any(part.isdigit() for part in outer)
+    return ".".join([*(re.sub(r"\d+", "#", part) for part in outer), "#" if is_number else last])
 
 
 @contextmanager
@@ -314,10 +333,10 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
         return "plain initialization: scaled initialization was off, nothing changed"
     # A depth factor by block is unmistakable in any matrix; a constant one is a user's own choice elsewhere.
     changed = found.scaled if found.rule == "sqrt(2l)" else {matrix.name for matrix in found.projections}
-    done: dict[int, torch.Tensor] = {}  # a weight may be tied to another block's
+    done: dict[Any, torch.Tensor] = {}  # a weight may be tied to another block's
     for matrix, parameter in marked(model):
-        if matrix.name in changed and id(parameter) not in done:
-            done[id(parameter)] = parameter  # kept alive, so that its id is not reused
+        if matrix.name in changed and (memory := _memory(parameter)) not in done:
+            done[memory] = parameter  # kept alive, so that its memory and id are not reused
             _multiply(parameter, matrix.factor(found.rule))
     before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
     after = {matrix: std * matrix.factor(found.rule) for matrix, std in before.items()}
@@ -395,6 +414,12 @@ def _std(parameter: torch.Tensor) -> float | None:
     if hasattr(norm, "full_tensor"):  # of a DTensor
         norm = norm.full_tensor()
     return float(norm) / math.sqrt(math.prod(_shape(parameter)))
+
+
+def _memory(parameter: torch.Tensor) -> Any:
+    """Return what two parameters have in common if they are one, or hold their values in the same memory."""
+    values = getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
+    return id(parameter) if values.is_meta or not values.numel() else (values.data_ptr(), values.numel())
 
 
 def _multiply(parameter: torch.Tensor, factor: float) -> None:

@@ -139,7 +139,47 @@ class ExpertModules(Plain):
         return self.experts[0](h) + 0.5 * self.experts[1](h)
 
 
-@pytest.mark.parametrize("kind", [Plain, LayerScale, Transposed, Fused, Gated, Experts, ExpertModules])
+class Expert(nn.Module):
+    """Mixtral's, as wide as the stream: its three matrices have one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class SquareExperts(Plain):
+    found = {"o": 0, **{f"experts.{number}.w2.weight": 0 for number in range(6)}}
+
+    def __init__(self):
+        super().__init__()
+        self.up = self.down = None
+        self.experts = nn.ModuleList(Expert() for _ in range(6))
+
+    def mlp(self, h):
+        return self.experts[1](h) + 0.5 * self.experts[2](h) + 0.2 * self.experts[5](h)
+
+
+class Row(Plain):
+    """A feed-forward of many square matrices, of which the last one ends the branch."""
+
+    found = {"o": 0, "net.12.weight": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.up = self.down = None
+        layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+    def mlp(self, h):
+        return self.net(h)
+
+
+@pytest.mark.parametrize(
+    "kind", [Plain, LayerScale, Transposed, Fused, Gated, Experts, ExpertModules, SquareExperts, Row]
+)
 def test_residual_output_projections_are_found_by_what_they_do(kind):
     torch.manual_seed(0)
     block, x = kind(), torch.randn(2, 8, WIDTH)
@@ -526,9 +566,10 @@ def test_a_refusal_leaves_the_marks_of_another_tower_alone():
         assert marks() == before
 
 
-def test_a_weight_that_two_blocks_share_is_multiplied_once():
+@pytest.mark.parametrize("share", [lambda weight: weight, lambda weight: nn.Parameter(weight.data)])
+def test_a_weight_that_two_blocks_share_is_multiplied_once(share):
     model = wide(nanogpt)
-    model.layers["3"].down.weight = model.layers["2"].down.weight
+    model.layers["3"].down.weight = share(model.layers["2"].down.weight)
     expected = 4.0 * model.layers["2"].down.weight.detach()  # sqrt(2 * 8 blocks)
     olmo_lns.plain_initialization(model)
     torch.testing.assert_close(model.layers["2"].down.weight.detach(), expected)
