@@ -1,15 +1,15 @@
-"""Train what a config file of OLMo-core says, as its own train scripts do; the pack beside this file is such files.
+"""Train a config file of OLMo-core, as OLMo-core's own train scripts do. The files beside this script are such configs.
 
     export OLMO_DATA_DIR=/path/to/memmaps OLMO_SAVE_DIR=/path/to/runs      # docs/data.md makes the memmaps
     torchrun --nproc-per-node=8 configs/olmo_core/train.py configs/olmo_core/60M-lns.yaml [OVERRIDES…]
     torchrun --nproc-per-node=8 configs/olmo_core/train.py configs/olmo_core/60M-preln.yaml --dry-run
 
-Overrides are OLMo-core's: ``--train_module.optim.lr=3e-4 --model.block.exponent=0.25``. A run that is started again
-resumes. A ``config.json`` that such a run has saved is a config file, too.
+Overrides are OLMo-core's, such as ``--train_module.optim.lr=3e-4 --model.block.exponent=0.25``. The same command
+resumes a run. A ``config.json`` that such a run has saved is a config file, too.
 
-Arms beside the pack's are overrides: OLMo 2's order of norms is ``--model.block.name=reordered_norm`` on a ``preln``
-file, Peri-LN's ``--model.block.name=peri_norm``; OLMo 2's with the factor, on an ``lns`` file, besides
-``--model.block.scheme=branchln_depth``.
+Overrides also make arms that have no file. For OLMo 2's order of norms add ``--model.block.name=reordered_norm`` to a
+``preln`` file, and for Peri-LN ``--model.block.name=peri_norm``. For OLMo 2's order with the factor add
+``--model.block.name=reordered_norm --model.block.scheme=branchln_depth`` to an ``lns`` file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ import rich
 try:
     from olmo_core.config import Config
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: this needs OLMo-core 2.5 to 3.0, pip install 'olmo-lns[olmo-core]'") from None
+    raise SystemExit(
+        f"OLMo-core could not be imported: {error}. This script needs OLMo-core 2.5 or later. Run in the folder "
+        "of the clone of olmo-lns: pip install './olmo-lns[olmo-core]'"
+    ) from None
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 from olmo_core.train import TrainerConfig, prepare_training_environment, teardown_training_environment

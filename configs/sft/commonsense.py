@@ -1,8 +1,9 @@
-"""LLM-Adapters' ``commonsense_170k.json`` as prompts and completions, the form that TRL reads.
+"""Convert LLM-Adapters' ``commonsense_170k.json`` to prompts and completions, which TRL reads.
 
     python configs/sft/commonsense.py commonsense_170k.json data/commonsense170k
 
-An ``input``, mostly empty, follows the instruction. The text around it is Alpaca's: what the papers used is not known.
+The ``input``, which is empty in most rows, follows the instruction. The text around both is Alpaca's, because the
+papers do not state theirs.
 """
 
 from __future__ import annotations

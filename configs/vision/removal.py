@@ -1,10 +1,10 @@
-"""Scores of a vision-language model with one block after another removed, without fine-tuning (arXiv 2502.05795, app. C).
+"""Score a vision-language model without each of its blocks, without fine-tuning (arXiv 2502.05795, appendix C).
 
     python configs/vision/removal.py Qwen/Qwen2.5-VL-7B-Instruct --blocks model.visual.blocks --tasks mmmu_val -o vision.csv
     python configs/vision/removal.py Qwen/Qwen2.5-VL-7B-Instruct --blocks model.language_model.layers --tasks mmmu_val -o language.csv
 
-lm-evaluation-harness loads the model and its processor, makes the prompts and scores the answers. The CSV file has one row
-a block; block 0 is the whole model. Needs the extras `vision` and `eval`.
+lm-evaluation-harness loads the model and its processor, makes the prompts and scores the answers. The CSV file has one row for
+each block. Block 0 is the whole model. The extras `vision` and `eval` must be installed.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""One arm of the papers' ViT-S table, by transformers' Trainer, on a folder of images or on scikit-learn's digits.
+"""Train one arm of the papers' ViT-S table with transformers' Trainer, on a folder of images or scikit-learn's digits.
 
     python configs/vision/train.py configs/vision/imagenet.yaml --data FOLDER --arm lnsafterbranch -o OUT
     torchrun --nproc-per-node=8 configs/vision/train.py …
     python configs/vision/train.py configs/vision/digits.yaml --data digits --arm lns -o OUT
 
-FOLDER holds train/<class>/… and val/<class>/…. OUT gets the model, its checkpoints and results.json: accuracy, and the
-variance of every block's output. Needs the extra `vision`; the views of an image are made by Pillow and torch, because
-torchvision's wheel on PyPI does not load beside a torch for the CPU.
+FOLDER has train/<class>/… and val/<class>/…. The script writes the model, its checkpoints and results.json into OUT.
+results.json has the accuracy and the variance of every block's output. The extra `vision` must be installed. Pillow
+and torch augment the images, because torchvision's wheel on PyPI does not load beside a torch for the CPU.
 
-The arms are one architecture that differs in nothing else: DINOv2's class has a learned LayerScale on every branch; the
-arm `layerscale` starts it at 1e-4, as DeiT-III does, and in the others it is 1 and frozen, which is a model without.
+The arms have one architecture and differ in nothing else. DINOv2's class has a learned LayerScale on every branch. In
+the arm `layerscale` it starts at 1e-4, as in DeiT-III. In the other arms it is frozen at 1, which is a model without
+LayerScale.
 """
 
 from __future__ import annotations
