@@ -27,7 +27,7 @@ def main() -> int:
     from olmo_lns import hook, settings
     from olmo_lns.errors import LNSError
     from olmo_lns.frameworks import FRAMEWORKS
-    from olmo_lns.integrations.megatron.flags import variables
+    from olmo_lns.integrations.megatron.cuda import cuda_environment
 
     try:
         settings.check()
@@ -39,7 +39,7 @@ def main() -> int:
     except LNSError as error:
         print(f"olmo_lns: {error}", file=sys.stderr)
         return 2
-    for name, value in variables(args).items():
+    for name, value in cuda_environment(args).items():
         os.environ.setdefault(name, value)  # before CUDA starts
     sys.argv = args
     # As with `python script.py`, the script's real folder comes first, not the folder of a link to it.

@@ -156,14 +156,14 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
         from olmo_lns.integrations import transformers
 
         return transformers.fold(model, dtype, example=example)
-    if not any(sites.sites(model)):
+    if not any(sites.in_model(model)):
         raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
     if framework == "megatron":
         raise LNSConfigError(
             f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
             "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
         )
-    if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.sites(model))):
+    if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.in_model(model))):
         raise LNSConfigError(
             f"{type(model).__name__} has {sites.read_back(model)}, whose blocks have a forward of their own. Only "
             "schemes that multiply norms can be folded in memory. Save the model, and try olmo-lns export CHECKPOINT "
@@ -244,7 +244,7 @@ def _make_plain(model: Any, blocks: Any, example: Any) -> None:
 
 def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: bool) -> str:
     """Find the projections of a model, or of one of its towers, and remove their depth factor; return the line."""
-    if not is_marked and any(sites.sites(model)):
+    if not is_marked and any(sites.in_model(model)):
         raise LNSConfigError(
             f"{type(model).__name__}: its norms were given by norms=, and no blocks were found whose residual "
             "output projections could be measured. Draw these weights like all others, without a depth factor."

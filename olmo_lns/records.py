@@ -36,8 +36,8 @@ def record(model: Any) -> dict[str, Any]:
     """
     from olmo_lns import sites  # imports torch, so only on use
 
-    norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.sites(model)}
-    counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.sites(model))
+    norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.in_model(model)}
+    counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.in_model(model))
     for n_layers in {n_layers for _, _, n_layers in counts}:
         expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]
         if len({counts[site] for site in expected}) > 1:

@@ -37,7 +37,7 @@ class Site:
         return f"block {self.layer_number}, {self.sub_layer}"
 
 
-def attach(module: Any, *new_sites: Site) -> None:
+def mark(module: Any, *new_sites: Site) -> None:
     """Store on ``module`` the sites whose plans the module computes.
 
     :raises LNSConfigError: the module has a scheme already.
@@ -55,7 +55,7 @@ def _sites_of(module: Any) -> tuple[Site, ...]:
     return tuple(module.__dict__.get("lns_sites", ()))
 
 
-def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
+def in_model(model: Any) -> Iterator[tuple[str, Any, Site]]:
     """Yield ``(module name, module, site)`` for each site in ``model``, in the model's order."""
     for name, module in model.named_modules():
         for site in _sites_of(module):
@@ -67,7 +67,7 @@ def read_back(model: Any) -> Scheme:
 
     :raises MeasurementError: two schemes in one model, or a module that does not compute its plan.
     """
-    model_sites = list(sites(model))
+    model_sites = list(in_model(model))
     if not model_sites:
         return PRE_LN
     schemes = {site.scheme for _, _, site in model_sites}
@@ -85,7 +85,7 @@ def read_back(model: Any) -> Scheme:
     return model_sites[0][2].scheme
 
 
-def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
+def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
     """Check that every sub-layer of every block has one site under ``scheme``, and that there are no other sites.
 
     :param layer_numbers: numbers of the blocks in ``model``; default 1 … n_layers.
@@ -93,7 +93,7 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
-    actual = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
+    actual = [(site.layer_number, site.sub_layer) for _, _, site in in_model(model)]
     if sorted(actual) != sorted(expected) or read_back(model) != scheme:
         raise MeasurementError(
             f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(actual)} sub-layers "

@@ -128,7 +128,7 @@ def test_a_model_that_reads_a_gain_elsewhere_is_not_folded_and_the_scheme_stays(
     expected = model(X)
     with pytest.raises(LNSError, match="expected to give the same output"):
         olmo_lns.fold(model, example=X)
-    assert torch.equal(model(X)[1], expected[1]) and len(list(sites.sites(model))) == 8
+    assert torch.equal(model(X)[1], expected[1]) and len(list(sites.in_model(model))) == 8
 
 
 def test_a_gain_that_an_unscaled_norm_has_as_well_is_not_folded():
@@ -139,7 +139,7 @@ def test_a_gain_that_an_unscaled_norm_has_as_well_is_not_folded():
     with pytest.raises(LNSConfigError, match=r"layers\.3\.n2 goes into a weight that memory has as well"):
         olmo_lns.fold(model, example=X)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert len(list(sites.sites(model))) == 8
+    assert len(list(sites.in_model(model))) == 8
 
 
 class Experts(nn.Module):
@@ -188,7 +188,7 @@ def test_a_norm_with_a_parametrization_is_not_folded_and_the_scheme_stays():
     expected = model(X)
     with pytest.raises(LNSConfigError, match=r"layers\.1\.n1 has the class Parametrized.*Remove what was added first"):
         olmo_lns.fold(model, example=X)
-    assert torch.equal(model(X), expected) and len(list(sites.sites(model))) == 8
+    assert torch.equal(model(X), expected) and len(list(sites.in_model(model))) == 8
 
 
 def test_what_cannot_be_folded_is_refused():

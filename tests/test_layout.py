@@ -52,7 +52,7 @@ def imported(tree):
 
 
 def arrows(tree):
-    """The packages and modules of ours that ``tree`` imports: ``"integrations.olmo.types"``."""
+    """The packages and modules of ours that ``tree`` imports: ``"integrations.olmo.norm_types"``."""
     ours = {name.removeprefix("olmo_lns.") for name in imported(tree) if name.startswith("olmo_lns.")}
     return {name for name in ours if name.split(".")[0] in LEVEL}
 

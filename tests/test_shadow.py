@@ -87,7 +87,7 @@ def test_a_model_on_meta_gets_the_factors_that_hooks_give(mask):
 
 
 def factors(model):
-    return [(site.layer_number, norm.lns_scale) for _, norm, site in sites.sites(model)]
+    return [(site.layer_number, norm.lns_scale) for _, norm, site in sites.in_model(model)]
 
 
 EXPECTED = [(number, number**-0.5) for number in (1, 2, 3, 4) for _ in NORMS]

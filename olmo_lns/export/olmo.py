@@ -20,6 +20,8 @@ from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
+#: Sub-layer -> its norm in transformers.
+_HF_NORMS = {"attn": "input_layernorm", "ff": "post_attention_layernorm"}
 #: Constant eps in the forward of transformers' OlmoLayerNorm.
 _OLMO_EPS = 1e-5
 
@@ -36,21 +38,21 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     from olmo.model import OLMo
     from omegaconf import OmegaConf
 
-    from olmo_lns.integrations.olmo.types import base_type, scheme_of, spell
+    from olmo_lns.integrations.olmo.norm_types import base_type, scheme_of_type, type_name
 
     path = folder / "config.yaml"
     with reporting_load_errors(path):
         saved: Any = OmegaConf.load(path)
         config = ModelConfig.load(path, key="model", validate_paths=False)
-        if scheme is not None and scheme_of(config.layer_norm_type).is_pre_ln:
-            config.layer_norm_type = LayerNormType(spell(scheme, base_type(config.layer_norm_type)))
+        if scheme is not None and scheme_of_type(config.layer_norm_type).is_pre_ln:
+            config.layer_norm_type = LayerNormType(type_name(scheme, base_type(config.layer_norm_type)))
         config.init_device = "cpu"
         model = OLMo(config, init_params=False)
     _load(model, folder)
     return Opened(
         model,
         OLMO,
-        scheme_of(config.layer_norm_type),
+        scheme_of_type(config.layer_norm_type),
         folder,
         _settings(config),
         tokenizer=OmegaConf.select(saved, "tokenizer.identifier"),
@@ -95,12 +97,12 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     from olmo.config import ModelConfig
     from olmo.model import OLMo
 
-    from olmo_lns.integrations.olmo import types
+    from olmo_lns.integrations.olmo import norm_types
     from olmo_lns.integrations.olmo.model import blocks_of
 
     model: Any = opened.model
     scheme = opened.scheme
-    with types.stock(model.config):
+    with norm_types.stock_names(model.config):
         config = ModelConfig(**model.config.asdict())
     if not scheme.folds_into_pre_ln(config.n_layers):
         raise LNSConfigError(
@@ -128,7 +130,9 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 def _read_by(block: Any, sub_layer: str) -> list[Any]:
     """Return the gain and bias of a sub-layer's norm, or for a norm without them the matrices that read it."""
-    if parameters := list(getattr(block, f"{sub_layer}_norm").parameters()):
+    from olmo_lns.integrations.olmo.block import NORMS
+
+    if parameters := list(getattr(block, NORMS[sub_layer]).parameters()):
         return parameters
     names = ("att_proj", "q_proj", "k_proj", "v_proj") if sub_layer == "attn" else ("ff_proj",)
     return [getattr(block, name).weight for name in names if hasattr(block, name)]
@@ -151,7 +155,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
     :raises LNSConfigError: the scheme cannot be folded, or no stock class can represent this model.
     """
-    from olmo_lns.integrations.olmo.types import base_type
+    from olmo_lns.integrations.olmo.norm_types import base_type
 
     model: Any = opened.model
     config = model.config
@@ -201,6 +205,7 @@ def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:
 
 def _hf_weights(model: Any, is_rms: bool) -> dict[str, torch.Tensor]:
     """Return the weights of a stock OLMo model under transformers' names, with its fused projections split."""
+    from olmo_lns.integrations.olmo.block import NORMS
     from olmo_lns.integrations.olmo.model import blocks_of
 
     config, transformer = model.config, model.transformer
@@ -211,7 +216,7 @@ def _hf_weights(model: Any, is_rms: bool) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for index, block in enumerate(blocks_of(model)):
         layer = f"model.layers.{index}"
-        modules |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}
+        modules |= {f"{layer}.{name}": getattr(block, NORMS[sub_layer]) for sub_layer, name in _HF_NORMS.items()}
         modules |= {f"{layer}.self_attn.o_proj": block.attn_out, f"{layer}.mlp.down_proj": block.ff_out}
         for kind, up_and_gate in block.ff_proj.named_parameters():
             up, gate = up_and_gate.detach().chunk(2)

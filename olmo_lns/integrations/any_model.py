@@ -457,7 +457,7 @@ def attach(
         raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
-    scaled_norms = {norm for _, norm, _ in sites.sites(model)}
+    scaled_norms = {norm for _, norm, _ in sites.in_model(model)}
     norms = {name: model.get_submodule(name) for names in located.norms for name in names}
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
@@ -482,11 +482,11 @@ def attach(
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
-                sites.attach(norm, *norm_sites)
+                sites.mark(norm, *norm_sites)
                 scale(norm, factors.pop(), where=where, width=width, shape=shape, arithmetic=arithmetic_of(norm))
                 if name in located.hooked:
                     forbid_fused_kernels(norm)
-        sites.check(nn.ModuleList(norms.values()), scheme, n_layers)
+        sites.require_complete(nn.ModuleList(norms.values()), scheme, n_layers)
     return ["sites", "output", "gradient"]
 
 

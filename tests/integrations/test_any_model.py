@@ -89,7 +89,7 @@ def test_applied_again_it_is_measured_again_and_another_scheme_is_refused(capfd)
 
 def test_what_a_forward_takes_may_be_given_in_four_ways():
     for example in (IDS, (IDS,), {"ids": IDS}, lambda model: model(IDS)):
-        assert sum(1 for _ in sites.sites(olmo_lns.apply(Model(), example=example))) == 8
+        assert sum(1 for _ in sites.in_model(olmo_lns.apply(Model(), example=example))) == 8
 
 
 # Blocks that compute in other ways: their forwards
@@ -243,7 +243,7 @@ def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_l
         options = {"blocks": some_blocks(model)}
     with pytest.raises(LNSError, match=message):
         olmo_lns.apply(model, **{"example": IDS, **options})
-    assert not isinstance(model, nn.Module) or not list(sites.sites(model))
+    assert not isinstance(model, nn.Module) or not list(sites.in_model(model))
 
 
 def test_a_norm_that_replaced_a_scaled_one_is_named():

@@ -157,7 +157,7 @@ def test_two_towers_get_the_scheme_one_after_the_other():
 def test_a_part_that_the_example_does_not_run_is_named(capfd):
     olmo_lns.apply(model := kinds.Towers(), example=lambda model: model.text(X))
     assert "does not run it: image\n" in capfd.readouterr().err
-    assert {name.partition(".")[0] for name, _, _ in sites.sites(model)} == {"text"}
+    assert {name.partition(".")[0] for name, _, _ in sites.in_model(model)} == {"text"}
 
 
 def test_buffers_and_what_a_change_of_mode_does_stay_as_they_were():
@@ -317,5 +317,5 @@ def test_what_would_be_wrong_is_refused_and_left_unchanged(kind):
     options = {name: make_option(model) for name, make_option in options.items()}
     with pytest.raises(LNSError, match=f"(?s){message}"):
         olmo_lns.apply(model, **{"example": X, **options})
-    assert [type(module) for module in model.modules()] == types and not list(sites.sites(model))
+    assert [type(module) for module in model.modules()] == types and not list(sites.in_model(model))
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -58,12 +58,12 @@ def test_the_norms_and_gates_of_every_scheme_are_counted():
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.model import OLMo
 
-    from olmo_lns.integrations.olmo import types
+    from olmo_lns.integrations.olmo import norm_types
     from olmo_lns.schemes import Scheme, names
 
     for name in names():
         sizes = {"model.n_layers": 2, "model.d_model": 48, "model.n_heads": 4, "model.bias_for_layer_norm": True}
-        kind = types.spell(Scheme.of(name), "default")
+        kind = norm_types.type_name(Scheme.of(name), "default")
         config = OLMO.load(CONFIGS / "study/tiny-base.yaml", {**sizes, "model.layer_norm_type": kind})
         model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
         assert OLMO.count(Path(), config) == sum(parameter.numel() for parameter in model.parameters()), name

@@ -115,7 +115,7 @@ def run(options):
     from olmo_lns import sites
 
     cfg, models = build(options)
-    found = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in sites.sites(model)]
+    found = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in sites.in_model(model)]
     optimizer, models = optimizer_for(cfg, models, options)
     losses = []
     for number in range(STEPS):

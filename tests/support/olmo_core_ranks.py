@@ -62,7 +62,7 @@ def _wrapped(name, config, reference):
     wanted = dict(reference.named_parameters())
     for name, parameter in built.named_parameters():
         torch.testing.assert_close(get_full_tensor(parameter.detach()), wanted[name].detach(), rtol=0, atol=0)
-    sites.check(built, config.block.resolved_scheme, small.LAYERS)
+    sites.require_complete(built, config.block.resolved_scheme, small.LAYERS)
     logits = get_full_tensor(built(small.TOKENS))
     torch.testing.assert_close(logits, reference(small.TOKENS), rtol=1e-5, atol=1e-6)
     small.loss_of(logits).backward()
@@ -83,7 +83,7 @@ def _pipeline(config, reference):
         part.lm_head = None
     whole = reference.state_dict()
     part.load_state_dict({name: whole[name] for name in _drawn(part).state_dict()})
-    sites.check(part, config.block.resolved_scheme, config.n_layers, layer_numbers=[rank + 1])
+    sites.require_complete(part, config.block.resolved_scheme, config.n_layers, layer_numbers=[rank + 1])
     h = torch.empty(*small.TOKENS.shape, small.WIDTH)
     if rank:
         dist.recv(h, rank - 1)
@@ -99,7 +99,7 @@ def _context_parallel(config, reference):
     """Ulysses: each rank has a part of the sequence outside attention, and a part of the heads inside."""
     built = config.build(init_device="meta")
     built.apply_cp(_mesh(4, mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
-    sites.check(_drawn(built), config.block.resolved_scheme, small.LAYERS)
+    sites.require_complete(_drawn(built), config.block.resolved_scheme, small.LAYERS)
     rank, length = dist.get_rank(), small.TOKENS.shape[1] // 4
     part = slice(rank * length, (rank + 1) * length)
     expected = reference(small.TOKENS)

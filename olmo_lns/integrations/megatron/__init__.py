@@ -38,51 +38,51 @@ def register() -> None:
 
 
 def _wrap_language_model(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.models import model_init
+    from olmo_lns.integrations.megatron.model import wrap_model_init
 
     needed = LANGUAGE_MODELS[module.__name__] == "GPTModel"
-    hook.wrap(f"{module.__name__}:{LANGUAGE_MODELS[module.__name__]}.__init__", model_init, needed=needed)
+    hook.wrap(f"{module.__name__}:{LANGUAGE_MODELS[module.__name__]}.__init__", wrap_model_init, needed=needed)
 
 
 def _wrap_config(module: ModuleType) -> None:
     """Wrap the function that makes the config; from Megatron Core 0.18 on it is defined in ``argument_utils``."""
-    from olmo_lns.integrations.megatron.arguments import config_from_args
+    from olmo_lns.integrations.megatron.command_line import wrap_config_from_args
 
     needed = module.__name__ == "megatron.training.arguments"  # may hold an import of the wrapped one
-    hook.wrap(f"{module.__name__}:core_transformer_config_from_args", config_from_args, needed=needed)
+    hook.wrap(f"{module.__name__}:core_transformer_config_from_args", wrap_config_from_args, needed=needed)
 
 
 def _wrap_arguments(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.arguments import add_arguments
+    from olmo_lns.integrations.megatron.command_line import wrap_add_arguments
 
     _wrap_config(module)
-    hook.wrap("megatron.training.arguments:add_megatron_arguments", add_arguments)
+    hook.wrap("megatron.training.arguments:add_megatron_arguments", wrap_add_arguments)
 
 
 def _wrap_training(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.models import model_built
+    from olmo_lns.integrations.megatron.model import wrap_model_built
 
-    hook.wrap("megatron.training.training:get_model", model_built)
-    hook.wrap("megatron.training.training:setup_model_and_optimizer", model_built)
+    hook.wrap("megatron.training.training:get_model", wrap_model_built)
+    hook.wrap("megatron.training.training:setup_model_and_optimizer", wrap_model_built)
 
 
 def _wrap_checkpointing(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.checkpoints import load_args, load_base
+    from olmo_lns.integrations.megatron.checkpoint import wrap_load_args, wrap_load_base
 
-    hook.wrap("megatron.training.checkpointing:load_args_from_checkpoint", load_args)
-    hook.wrap("megatron.training.checkpointing:_load_base_checkpoint", load_base)
+    hook.wrap("megatron.training.checkpointing:load_args_from_checkpoint", wrap_load_args)
+    hook.wrap("megatron.training.checkpointing:_load_base_checkpoint", wrap_load_base)
 
 
 def _wrap_sharded_load(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.checkpoints import load_sharded
+    from olmo_lns.integrations.megatron.checkpoint import wrap_load_sharded
 
-    hook.wrap("megatron.core.dist_checkpointing:load", load_sharded, needed=False)
+    hook.wrap("megatron.core.dist_checkpointing:load", wrap_load_sharded, needed=False)
 
 
 def _wrap_modelopt(module: ModuleType) -> None:
-    from olmo_lns.integrations.megatron.checkpoints import load_modelopt
+    from olmo_lns.integrations.megatron.checkpoint import wrap_load_modelopt
 
-    hook.wrap("megatron.post_training.checkpointing:load_modelopt_checkpoint", load_modelopt, needed=False)
+    hook.wrap("megatron.post_training.checkpointing:load_modelopt_checkpoint", wrap_load_modelopt, needed=False)
 
 
 def apply(
@@ -112,9 +112,9 @@ def apply(
     Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
     """
     register()
-    from olmo_lns.integrations.megatron.models import apply_to
+    from olmo_lns.integrations.megatron.model import apply_to
 
-    return apply_to(target, Selection(True, exponent, keep_scaled_init).check(), trained)
+    return apply_to(target, Selection(True, exponent, keep_scaled_init).validated(), trained)
 
 
 def plain_initialization(config: Any) -> None:
@@ -127,11 +127,12 @@ def plain_initialization(config: Any) -> None:
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron.arguments import CORE, mark
+    from olmo_lns.integrations.megatron.command_line import CORE_MODULES
+    from olmo_lns.integrations.megatron.configs import mark_config
 
     config = getattr(config, "transformer", config)
-    hook.require_wrapped("megatron", CORE)
-    mark(config, Selection(no_scaled_init=True))
+    hook.require_wrapped("megatron", CORE_MODULES)
+    mark_config(config, Selection(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal
 

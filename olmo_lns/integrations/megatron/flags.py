@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from typing import Any, Sequence
+from typing import Any
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale
 
 #: Option strings, in the order of ``Selection``'s fields.
-FLAGS = (
+FLAGS = LNS_FLAG, EXPONENT_FLAG, KEEP_FLAG, PLAIN_FLAG = (
     "--layernorm-scaling",
     "--layernorm-scaling-exponent",
     "--layernorm-scaling-keep-scaled-init",
     "--no-scaled-init",
 )
-
-#: With a value above 1 of such a flag, Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs up to Hopper.
-_ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
-#: Flags for which Megatron asserts more than one connection, or leaves the choice to the user.
-_MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
 
 
 @dataclass(frozen=True)
@@ -75,16 +69,19 @@ class Selection:
         """True for plain initialization of the residual output projections."""
         return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
-    def check(self) -> Selection:
-        """Return the selection. :raises LNSConfigError: its fields contradict each other."""
+    def validated(self) -> Selection:
+        """Return the selection.
+
+        :raises LNSConfigError: if its fields contradict each other.
+        """
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
-            raise LNSConfigError(f"{FLAGS[2]} and {FLAGS[3]} contradict each other: give one of them.")
+            raise LNSConfigError(f"{KEEP_FLAG} and {PLAIN_FLAG} contradict each other: give one of them.")
         try:
             lns_scale(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
-            raise LNSConfigError(f"{FLAGS[1]}: {error}") from None
+            raise LNSConfigError(f"{EXPONENT_FLAG}: {error}") from None
         if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Selection():
-            raise LNSConfigError(f"{self.flags} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
+            raise LNSConfigError(f"{self.flags} was given without {LNS_FLAG}: add {LNS_FLAG}, or drop it.")
         return self
 
 
@@ -92,28 +89,15 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add a group with this package's options to Megatron's."""
     add = parser.add_argument_group("LayerNorm Scaling", "olmo-lns: y = l**-exponent * Norm(x) in block l").add_argument
     add(
-        FLAGS[0],
+        LNS_FLAG,
         action="store_true",
         help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual output "
         "projections like every other matrix (arXiv 2502.05795).",
     )
     text = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT}."
-    add(FLAGS[1], type=float, metavar="P", default=DEFAULT_EXPONENT, help=text)
-    text = f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {FLAGS[0]} (ablation)."
-    add(FLAGS[2], action="store_true", help=text)
+    add(EXPONENT_FLAG, type=float, metavar="P", default=DEFAULT_EXPONENT, help=text)
+    text = f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {LNS_FLAG} (ablation)."
+    add(KEEP_FLAG, action="store_true", help=text)
     text = "Initialize the residual output projections like every other matrix, without std/sqrt(2L); works without "
-    add(FLAGS[3], action="store_true", help=f"{text}{FLAGS[0]}.")
+    add(PLAIN_FLAG, action="store_true", help=f"{text}{LNS_FLAG}.")
     return parser
-
-
-def variables(flags: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables for a launch with these flags, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
-
-    >>> variables(["--tensor-model-parallel-size", "2"])
-    {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
-    """
-    arguments = [part for flag in flags for part in flag.split("=", 1)]
-    is_parallel = any(
-        value.isdecimal() and int(value) > 1 for flag, value in pairwise(arguments) if flag in _ONE_CONNECTION
-    )
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_parallel and not set(arguments) & set(_MORE_CONNECTIONS) else {}

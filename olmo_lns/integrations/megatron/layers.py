@@ -25,56 +25,23 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn, trained_norm
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
+from olmo_lns.integrations.megatron.configs import BYPASSED, check_config
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
-from olmo_lns.processes import is_first_process
+from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.schemes import SUB_LAYERS
-from olmo_lns.settings import check as check_environment
 
 #: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.
-_PLACES = {
+_NORM_PATHS = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-_BYPASSED = "it reads the norm's parameters without calling the norm"
-_NO_STREAM = "hyper-connections have no single residual stream"
-_NO_DEPTH = "heterogeneous blocks have no common depth"
-#: Attribute of the config -> the reason against LayerNorm Scaling with it.
-_REFUSED = {
-    "use_transformer_engine_op_fuser": _BYPASSED,
-    "inference_fuse_tp_communication": _BYPASSED,
-    "enable_mhc_connections": _NO_STREAM,
-    "enable_hyper_connections": _NO_STREAM,
-    "heterogeneous_block_specs": _NO_DEPTH,
-    "heterogeneous_layers_config_path": _NO_DEPTH,
-    "scale_layernorm_by_depth": "this patch of Megatron is the same method, which would scale twice",
-    "batch_invariant_mode": "its RMSNorm replaces TE's forward, which a scaled norm does not run",
-}
 #: Modules of a layer that Pre-LN lacks: a third sub-layer, and norms other than the two in front of a sub-layer.
-_OTHER = re.compile(
+_UNSUPPORTED_MODULES = re.compile(
     r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
 )
 #: Residual output projections, by the ends of their weights' names.
-_OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
-_printed: set[str] = set()
-
-
-def print_once(line: str) -> None:
-    """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
-    if is_first_process() and line not in _printed:
-        _printed.add(line)
-        print(f"olmo-lns: {line}", flush=True)
-
-
-def check_config(config: Any) -> None:
-    """Check a config. :raises LNSConfigError: a setting that LayerNorm Scaling does not support."""
-    check_environment()
-    refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
-    if getattr(config, "transformer_impl", "") == "inference_optimized":
-        refused["transformer_impl"] = _BYPASSED
-    for name, reason in refused.items():
-        setting = f"{name}={getattr(config, name)!r}"
-        raise LNSConfigError(f"LayerNorm Scaling does not support {setting}: {reason}. Switch one of them off.")
+_OUTPUT_WEIGHTS = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -110,7 +77,7 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
     if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
         raise LNSConfigError(f"{type(model).__name__} has no TransformerLayer: nothing to scale.")
     check_config(config)
-    located = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
+    located = [place for layer, number in _numbered(model, layers) for place in _norm_sites(layer, number)]
     blocks = _check_numbers(model, config, located)
     if not drawn:
         by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
@@ -119,8 +86,8 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
             site = sites.Site(selection.scheme, number, blocks, sub_layer)
-            sites.attach(module, site)
             norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
+            sites.mark(module, site)
         checked = check_initialization(model, config) if drawn else []
     if not located:
         print_once("LayerNorm Scaling on: no block in this process")
@@ -170,16 +137,17 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
     return list(numbers.items())
 
 
-def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
+def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     """Return the norms of a layer (two, or one in a hybrid model), each with its block number and sub-layer."""
-    other_norms = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
+    modules = [name for name, module in layer.named_modules() if not _is_absent(module)]
+    other_norms = list(filter(_UNSUPPORTED_MODULES.search, modules))
     if other_norms:
         raise _refuse(
             layer,
             f"has {', '.join(other_norms)}, expected attention and MLP with one norm in front of each: LayerNorm "
             "Scaling does not define cross attention and norms after a sub-layer",
         )
-    sub_layers = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
+    sub_layers = [name for name, (_, holder, _) in _NORM_PATHS.items() if not _is_absent(getattr(layer, holder, None))]
     if not sub_layers:
         raise _refuse(layer, "has neither attention nor MLP")
     block = number if len(sub_layers) == 2 else (number + 1) // 2
@@ -188,14 +156,12 @@ def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
     """Return the norm in front of a sub-layer."""
-    norm, sub_layer_name, fused = _PLACES[sub_layer]
+    norm, sub_layer_name, fused = _NORM_PATHS[sub_layer]
     sub_layer_module = getattr(layer, sub_layer_name)
     for module in (sub_layer_module, *(getattr(sub_layer_module, name, None) for name in fused)):
         for base in type(module).__mro__:
             if base.__name__.startswith(("TEFusedMLP", "Inference")):
-                raise _refuse(
-                    layer, f"has a {base.__name__} in its {sub_layer_name}, and {_BYPASSED}. Use another spec"
-                )
+                raise _refuse(layer, f"has a {base.__name__} in its {sub_layer_name}, and {BYPASSED}. Use another spec")
     candidates = {f"{sub_layer_name}.{name}": getattr(sub_layer_module, name, None) for name in fused}
     present: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
     if not _is_absent(standalone := getattr(layer, norm, None)):
@@ -258,9 +224,9 @@ def check_initialization(model: Any, config: Any) -> list[str]:
         return []
     std, measured = _std(init), False
     for layer in layers_of(model) if std else []:
-        weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT.search(name)}
+        weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT_WEIGHTS.search(name)}
         where = f"block {getattr(layer, 'layer_number', '?')}"
-        for _, holder, _ in _PLACES.values():
+        for _, holder, _ in _NORM_PATHS.values():
             if not _is_absent(getattr(layer, holder, None)) and not any(name.startswith(holder) for name in weights):
                 raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
         measured |= check_drawn(weights, std, where=where)

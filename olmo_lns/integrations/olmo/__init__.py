@@ -25,10 +25,10 @@ def register() -> None:
 
 
 def _extend_config(module: ModuleType) -> None:
-    from olmo_lns.integrations.olmo import types
+    from olmo_lns.integrations.olmo import norm_types
 
-    types.extend(module.LayerNormType, module.InitFnType)
-    wrap("olmo.config:BaseConfig.load", types.wrap_load)
+    norm_types.add_members(module.LayerNormType, module.InitFnType)
+    wrap("olmo.config:BaseConfig.load", norm_types.wrap_load)
 
 
 def _wrap_model(module: ModuleType) -> None:
@@ -39,7 +39,7 @@ def _wrap_model(module: ModuleType) -> None:
 
 
 def _wrap_trainer(module: ModuleType) -> None:
-    from olmo_lns.integrations.olmo import state
+    from olmo_lns.integrations.olmo import checkpoint
 
     for kind in ("sharded", "unsharded"):
-        wrap(f"olmo.train:Trainer.restore_{kind}_checkpoint", state.wrap_restore)
+        wrap(f"olmo.train:Trainer.restore_{kind}_checkpoint", checkpoint.wrap_restore)

@@ -1,8 +1,8 @@
-"""OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
+"""OLMo's blocks and norms under a scheme: :func:`apply_scheme` turns a block that OLMo has built into the scheme's.
 
 A scheme that only multiplies the norm in front of a sub-layer changes the two norms and leaves the block its class.
 Any other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`); with the
-plan of Pre-LN that forward computes what OLMo's own does (:func:`measure`).
+plan of Pre-LN that forward computes what OLMo's own does (:func:`check_forward`).
 
 ``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer; a second one is ``attn_norm_out``;
 learned factors are ``attn_gate`` and ``attn_omega``. The classes here are mixins: a module becomes an instance of a
@@ -19,11 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 from olmo_lns import probe, sites
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
 from olmo_lns.norm import DtypeRule, NormArithmetic
 from olmo_lns.scaled import PicklableSubclass, picklable_subclass, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 from olmo_lns.sites import Site
+
+#: Sub-layer -> its first, or only, norm in OLMo's blocks; a second norm has ``_out`` at the end.
+NORMS = {"attn": "attn_norm", "ff": "ff_norm"}
+#: Attributes of OLMo's blocks that every scheme needs, and those that the forward of a :class:`SchemeBlock` reads.
+_PARTS = (*NORMS.values(), "attn_out", "ff_out")
+_PARTS_OF_FORWARD = ("attention", "act", "ff_proj", "dropout", "_activation_checkpoint_fn")
 
 _Run = Callable[..., Any]
 _CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
@@ -85,14 +91,14 @@ class SchemeBlock(PicklableSubclass):
         plan, constants = self.lns_plans[sub_layer], self.lns_constants[sub_layer]
         h = _times(x, constants["pre_scale"])
         if plan.pre:
-            h = run(getattr(self, f"{sub_layer}_norm"), h)
+            h = run(getattr(self, NORMS[sub_layer]), h)
         return _times(h, constants["norm_scale"])
 
     def _leave(self: Any, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
         """Return the stream after a sub-layer. :param x: the stream before it. :param h: the sub-layer's output."""
         plan, constants = self.lns_plans[sub_layer], self.lns_constants[sub_layer]
         if plan.branch:
-            h = run(getattr(self, f"{sub_layer}_norm_out" if plan.pre else f"{sub_layer}_norm"), h)
+            h = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.pre else NORMS[sub_layer]), h)
         h = self.dropout(h)
         if plan.gate is not None:
             h = getattr(self, f"{sub_layer}_gate").weight * h
@@ -100,12 +106,12 @@ class SchemeBlock(PicklableSubclass):
             x = getattr(self, f"{sub_layer}_omega").weight * x
         x = _times(x, constants["alpha"]) + _times(h, constants["branch_scale"])
         if plan.post:
-            x = run(getattr(self, f"{sub_layer}_norm_out" if plan.norms == 2 else f"{sub_layer}_norm"), x)
+            x = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.norms == 2 else NORMS[sub_layer]), x)
         return _times(x, constants["stream_scale"])
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes."""
-        groups = getattr(getattr(self, f"{sub_layer}_norm"), "lns_groups", 1)
+        groups = getattr(getattr(self, NORMS[sub_layer]), "lns_groups", 1)
         return replace(self.lns_plans[sub_layer], groups=groups)
 
 
@@ -191,7 +197,7 @@ class Grouped(PicklableSubclass):
         return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm does not promote
 
 
-def measure(block: Any, where: str, *, only_scales_norms: bool) -> None:
+def check_forward(block: Any, where: str, *, only_scales_norms: bool) -> None:
     """Run a narrow copy of OLMo's own block before it is changed.
 
     Under a scheme that keeps OLMo's forward, the block must read its stream through its two norms and nothing else.
@@ -203,8 +209,8 @@ def measure(block: Any, where: str, *, only_scales_norms: bool) -> None:
     narrow_block = _narrow(block)
     x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
     if only_scales_norms:
-        norms = tuple(f"{sub_layer}_norm" for sub_layer in SUB_LAYERS)
-        probe.pre_ln_sites(narrow_block, probe.Call((x,), {"attention_bias": None}, 0), where=where, names=norms)
+        call = probe.Call((x,), {"attention_bias": None}, 0)
+        probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()))
         return
     copied = probe.random_copy(narrow_block)
     with torch.no_grad():
@@ -216,6 +222,20 @@ def measure(block: Any, where: str, *, only_scales_norms: bool) -> None:
             f"{where} ({type(block).__name__}): found a relative difference of {error:.2g} between OLMo's own forward "
             "and this package's with the plan of Pre-LN, expected none. Only schemes that multiply a norm, such as "
             "lns, run in this OLMo."
+        )
+
+
+def require_parts(block: Any, *, only_scales_norms: bool) -> None:
+    """Check that a block of OLMo has the attributes that a scheme needs.
+
+    :param only_scales_norms: the scheme keeps OLMo's forward.
+    :raises UpstreamChangedError: if one is missing; the message names it.
+    """
+    needed = _PARTS if only_scales_norms else (*_PARTS, *_PARTS_OF_FORWARD)
+    if missing := [name for name in needed if not hasattr(block, name)]:
+        raise UpstreamChangedError(
+            f"A scheme was selected, but {type(block).__name__} of this OLMo has no {', '.join(missing)}. Install "
+            "another version of ai2-olmo or a newer olmo-lns, or use a stock layer_norm_type."
         )
 
 
@@ -244,7 +264,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
     block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
-def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
+def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> None:
     """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
@@ -256,18 +276,18 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
     block_sites = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     if scheme.only_scales_norms(config.n_layers):
         for site in block_sites:
-            norm = getattr(block, f"{site.sub_layer}_norm")
+            norm = getattr(block, NORMS[site.sub_layer])
             width, arithmetic = config.d_model, _arithmetic_of(norm)
             scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
-            sites.attach(norm, site)
+            sites.mark(norm, site)
         return
-    sites.attach(block, *block_sites)
+    sites.mark(block, *block_sites)
     for site in block_sites:
         plan, sub_layer = site.plan, site.sub_layer
         if plan.norms == 2:
-            setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
+            setattr(block, f"{NORMS[sub_layer]}_out", LayerNormBase.build(config, size=config.d_model))
         if plan.groups > 1:
-            norm = getattr(block, f"{sub_layer}_norm")
+            norm = getattr(block, NORMS[sub_layer])
             width = config.d_model // plan.groups
             norm.lns_groups = plan.groups
             norm.lns_norm_of_group = LayerNormBase.build(config, size=width, elementwise_affine=False)

@@ -16,10 +16,10 @@ from typing import Any, Callable
 import torch
 
 from olmo_lns import hook, sites, start_up
-from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError, one_line
+from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn
 from olmo_lns.integrations.olmo import block as blocks
-from olmo_lns.integrations.olmo import types
+from olmo_lns.integrations.olmo import norm_types
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import std_factor
@@ -36,12 +36,12 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: OLMo builds and draws its own model, which then gets its scheme."""
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        scheme, initialization = types.requested(config)
+        scheme, initialization = norm_types.requested(config)
         selected = not scheme.is_pre_ln or initialization != "upstream"
         if selected:
-            types.require_supported(config)
+            norm_types.require_supported(config)
         weights_drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
-        with types.stock(config):
+        with norm_types.stock_names(config):
             init(self, config, *args, **kwargs)
             measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
         number = id(config)
@@ -59,23 +59,19 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
     :raises UpstreamChangedError: blocks that lack an expected part.
     """
     measured: list[str] = []
-    try:
-        numbered = blocks_of(model)
-        if not scheme.is_pre_ln:
-            only_scales_norms = scheme.only_scales_norms(len(numbered))
-            for number, block in enumerate(numbered, start=1):
-                blocks.measure(block, f"block {number}", only_scales_norms=only_scales_norms)
-                blocks.attach(block, scheme, number)
-            sites.check(model, scheme, model.config.n_layers)
-            measured = ["output", "gradient", "block"] if only_scales_norms else ["block"]
-        model.lns_initialization = initialization
-        if weights_drawn and _finish_draw(model):
-            measured.append("initialization")
-    except (AttributeError, TypeError) as error:
-        raise UpstreamChangedError(
-            f"{scheme} was selected, but the blocks of this OLMo lack an expected part ({one_line(error)}). "
-            "Install another version of ai2-olmo or a newer olmo-lns, or use a stock type."
-        ) from error
+    numbered = blocks_of(model)
+    only_scales_norms = scheme.only_scales_norms(len(numbered))
+    for block in numbered:
+        blocks.require_parts(block, only_scales_norms=only_scales_norms)
+    if not scheme.is_pre_ln:
+        for number, block in enumerate(numbered, start=1):
+            blocks.check_forward(block, f"block {number}", only_scales_norms=only_scales_norms)
+            blocks.apply_scheme(block, scheme, number)
+        sites.require_complete(model, scheme, model.config.n_layers)
+        measured = ["output", "gradient", "block"] if only_scales_norms else ["block"]
+    model.lns_initialization = initialization
+    if weights_drawn and _finish_draw(model):
+        measured.append("initialization")
     return measured
 
 
@@ -113,7 +109,7 @@ def request_plain_initialization(config: Any) -> None:
             "this ModelConfig has built a model already: call plain_initialization before OLMo(config)"
         )
     config.lns_plain_initialization = True
-    types.requested(config)
+    norm_types.requested(config)
 
 
 def mark_config(model: Any, scheme: Scheme) -> None:
@@ -123,14 +119,14 @@ def mark_config(model: Any, scheme: Scheme) -> None:
     """
     from olmo.config import InitFnType, LayerNormType
 
-    types.extend(LayerNormType, InitFnType)  # the start-up hook may not have run
-    base = types.base_type(model.config.layer_norm_type)
-    model.config.layer_norm_type = LayerNormType[types.spell(scheme, base)]
+    norm_types.add_members(LayerNormType, InitFnType)  # the start-up hook may not have run
+    base = norm_types.base_type(model.config.layer_norm_type)
+    model.config.layer_norm_type = LayerNormType[norm_types.type_name(scheme, base)]
 
 
 def unmark_config(model: Any) -> None:
     """Give the config of a folded model OLMo's own names, so that a model built from it applies no factor again."""
-    with types.stock(model.config):
+    with norm_types.stock_names(model.config):
         names = model.config.layer_norm_type, model.config.init_fn
     model.config.layer_norm_type, model.config.init_fn = names
 
@@ -141,7 +137,7 @@ def unmark_config(model: Any) -> None:
 def _depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
     """Return the depth factor of OLMo's ``init_fn`` for the residual projections of a block."""
     factors = {"mitchell": 1.0 / math.sqrt(2.0 * layer_number), "full_megatron": 1.0 / math.sqrt(2.0 * n_layers)}
-    factors |= dict.fromkeys(("normal", *types.INIT_FNS), 1.0)
+    factors |= dict.fromkeys(("normal", *norm_types.INIT_FNS), 1.0)
     if (name := str(init_fn)) not in factors:
         raise LNSConfigError(
             f"init_fn {name!r}: its depth factor is not known; use normal, mitchell or full_megatron, "
@@ -154,7 +150,7 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.reset_parameters``, which draws every weight and asks for ``init_fn`` by name."""
 
     def wrapped(self: Any) -> None:
-        with types.stock(self.config):
+        with norm_types.stock_names(self.config):
             reset(self)
         if "lns_initialization" in vars(self):  # not while the model's constructor draws
             _finish_draw(self)
@@ -219,7 +215,7 @@ def _measure_draw(model: Any, initialization: str) -> bool:
 def _std(config: Any, fan_in: int) -> float:
     """Return the standard deviation of OLMo's draw of a matrix, without a depth factor."""
     std = 1.0 / math.sqrt(fan_in) if str(config.init_fn) == "mitchell" else config.init_std
-    normal = str(config.init_fn) in ("normal", *types.INIT_FNS)
+    normal = str(config.init_fn) in ("normal", *norm_types.INIT_FNS)
     if cut := config.init_cutoff_factor or (None if normal else 3.0):  # a normal truncated at so many deviations
         density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
         std *= math.sqrt(1 - 2 * cut * density / math.erf(cut / math.sqrt(2)))

@@ -104,7 +104,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
                 plan_without_factor=layout.plan,
                 factor_name=layout.factor_name,
             )
-        sites.attach(getattr(block, layout.norms[sub_layer][0]), site)
+        sites.mark(getattr(block, layout.norms[sub_layer][0]), site)
     block.lns_initialization = config.initialization
     block.lns_not_run = f"{config.name} is not run"
     if layout == LAYOUTS["default"]:

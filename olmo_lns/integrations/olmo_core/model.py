@@ -31,7 +31,7 @@ def report(model: Any, n_layers: int) -> None:
     :raises LNSConfigError: a block without the scheme, or with another.
     :raises MeasurementError: a norm with another factor than its block's.
     """
-    schemes = {site.layer_number: site.scheme for _, _, site in sites.sites(model)}
+    schemes = {site.layer_number: site.scheme for _, _, site in sites.in_model(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
         raise LNSConfigError(
             f"a scheme was selected, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
@@ -43,7 +43,7 @@ def report(model: Any, n_layers: int) -> None:
             f"found {sorted(set(map(str, schemes.values())))} in one model: give all blocks one scheme."
         )
     settings.check()
-    sites.check(model, schemes[1], n_layers)
+    sites.require_complete(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
     not_run = [block.lns_not_run for block in blocks if block.lns_not_run]
@@ -51,7 +51,7 @@ def report(model: Any, n_layers: int) -> None:
         model,
         n_layers,
         measured=["output", "gradient", f"not the block ({not_run[0]})" if not_run else "block"],
-        norm=next(type(module).__name__ for _, module, _ in sites.sites(model)),
+        norm=next(type(module).__name__ for _, module, _ in sites.in_model(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )
@@ -107,7 +107,7 @@ def scheme_of_model(model: Any) -> Scheme:
     """
     scheme = sites.read_back(model)
     for number, block in () if scheme.is_pre_ln else built_blocks(model).items():
-        sites.check(block, scheme, number, layer_numbers=[number])
+        sites.require_complete(block, scheme, number, layer_numbers=[number])
         dense, experts = (getattr(block, f"feed_forward_{name}", None) for name in ("norm", "moe_norm"))
         if experts is not None and getattr(dense, "lns_scale", 1.0) != getattr(experts, "lns_scale", 1.0):
             raise MeasurementError(

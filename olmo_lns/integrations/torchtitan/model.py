@@ -75,8 +75,8 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
             # Read from the stock forward: torchtitan shards a norm's input by the argument's name.
             getattr(norm, "_cache_pos_arg_names", lambda: None)()
             scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
-            sites.attach(norm, site)
-        sites.check(decoder, scheme, n_layers)
+            sites.mark(norm, site)
+        sites.require_complete(decoder, scheme, n_layers)
         _check_blocks(decoder, dim)
         if request.plain:
             initialization.make_plain(decoder)
@@ -124,7 +124,7 @@ def check_part(part: Any) -> None:
 
     :raises MeasurementError: a block with another number than its place in the whole model, or without its scheme.
     """
-    found = sorted((site.layer_number, site.sub_layer) for _, _, site in sites.sites(part))
+    found = sorted((site.layer_number, site.sub_layer) for _, _, site in sites.in_model(part))
     expected = [(int(key) + 1, sub_layer) for key in getattr(part, "layers", {}) for sub_layer in SUB_LAYERS]
     if found and found != sorted(expected):
         raise MeasurementError(
@@ -139,7 +139,7 @@ def scheme_of(parts: Any) -> Scheme:
     :raises MeasurementError: parts with different schemes.
     """
     # Not by read_back: torchtitan puts a wrapper of its own around the forward of a norm that it shards.
-    schemes = {site.scheme for part in parts for _, _, site in sites.sites(part)}
+    schemes = {site.scheme for part in parts for _, _, site in sites.in_model(part)}
     if len(schemes) > 1:
         raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
     return schemes.pop() if schemes else PRE_LN

@@ -228,9 +228,9 @@ def check(model: Any) -> None:
     :raises MeasurementError: norms or blocks changed after the scheme was applied.
     :raises LNSConfigError: PEFT has wrapped its norms.
     """
-    any_model.refuse_adapted(model, [name for name, _, _ in sites.sites(model)])
-    n_layers = max((site.n_layers for _, _, site in sites.sites(model)), default=1)
-    sites.check(model, scheme_of(model.config), n_layers)
+    any_model.refuse_adapted(model, [name for name, _, _ in sites.in_model(model)])
+    n_layers = max((site.n_layers for _, _, site in sites.in_model(model)), default=1)
+    sites.require_complete(model, scheme_of(model.config), n_layers)
 
 
 def convert(model: Any) -> None:
@@ -338,7 +338,7 @@ def measure(
         with _without_cache(model):
             any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
         text = settle_initialization(model, located, initialization)
-    for _, norm, _ in sites.sites(model):
+    for _, norm, _ in sites.in_model(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
     any_model.report(model, located, measured, text)

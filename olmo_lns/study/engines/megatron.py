@@ -21,7 +21,7 @@ from typing import Any, Mapping, Sequence
 from olmo_lns.arguments import Parser, as_path
 from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.flags import variables
+from olmo_lns.integrations.megatron.cuda import cuda_environment
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.bundled_configs import find_config
 from olmo_lns.study.engines.base import Engine, Run
@@ -126,7 +126,7 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
         sys.path.insert(0, source)
     register()
     device = None if torch.cuda.is_available() else SimpleNamespace(major=9, minor=0)
-    launch_environment = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
+    launch_environment = {"RANK": "0", "WORLD_SIZE": str(gpus)} | cuda_environment(flags)
     # A file, because Megatron 0.16 needs the descriptor of stderr.
     with tempfile.TemporaryFile("w+") as output, contextlib.ExitStack() as stack:
         stack.enter_context(replaced_items(os.environ, launch_environment))
@@ -284,8 +284,8 @@ class MegatronEngine(Engine):
         flags = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*flags, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
-    def variables(self, run: Run) -> dict[str, str]:
-        return variables(to_flags(run.settings, placeholder=True))
+    def cuda_environment(self, run: Run) -> dict[str, str]:
+        return cuda_environment(to_flags(run.settings, placeholder=True))
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         """Return the arguments in the latest log with a whole ``arguments`` block."""

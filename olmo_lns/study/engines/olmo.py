@@ -11,7 +11,7 @@ from typing import Any, Mapping
 
 from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.integrations.olmo import types
+from olmo_lns.integrations.olmo import norm_types
 from olmo_lns.study import yaml_files
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 from olmo_lns.temporary import replaced_items
@@ -86,7 +86,7 @@ class OLMoEngine(Engine):
         init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
         if init_fn is None:
             return None
-        return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
+        return {"model.layer_norm_type": norm_types.type_name(arm.scheme, "rms"), "model.init_fn": init_fn}
 
     def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
@@ -123,9 +123,9 @@ class OLMoEngine(Engine):
 
         model = loaded.model
         try:
-            types.require_supported(model)
-            scheme, _ = types.requested(model)
-            with types.stock(model):
+            norm_types.require_supported(model)
+            scheme, _ = norm_types.requested(model)
+            with norm_types.stock_names(model):
                 parameters, norm_parameters = _count_stock(model)
         except OLMoConfigurationError as error:
             raise LNSConfigError(f"OLMo refuses the config {path}: {one_line(error)}") from error

@@ -16,6 +16,6 @@ def megatron():
 
 @pytest.fixture(autouse=True)
 def fresh_messages():
-    from olmo_lns.integrations.megatron import layers
+    from olmo_lns.integrations.megatron import printing
 
-    layers._printed.clear()
+    printing._printed.clear()

@@ -75,10 +75,10 @@ def test_loss_and_all_gradients_are_those_of_the_equation(changes):
             own[name] += 1
     stock.load_state_dict(own, strict=False)
     tiny.assert_same_step(model, hooked(stock), local)
-    found = [(type(m).__name__, type(m).lns_how_applied, site.layer_number) for _, m, site in sites.sites(model)]
+    found = [(type(m).__name__, type(m).lns_how_applied, site.layer_number) for _, m, site in sites.in_model(model)]
     assert [block for _, _, block in found] == BLOCKS
     assert all(kind == "TELayerNormColumnParallelLinear" and way for kind, way, _ in found[::2])
-    assert all(module.lns_backend.name == "te" for _, module, _ in sites.sites(model))
+    assert all(module.lns_backend.name == "te" for _, module, _ in sites.in_model(model))
 
 
 def test_checkpoint_keys_are_those_of_stock():

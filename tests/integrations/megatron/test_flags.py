@@ -10,8 +10,8 @@ from support import megatron_tiny as tiny
 
 from olmo_lns import hook
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
-from olmo_lns.integrations.megatron import apply, checkpoints, models
-from olmo_lns.integrations.megatron import arguments as megatron_arguments
+from olmo_lns.integrations.megatron import apply, checkpoint, command_line
+from olmo_lns.integrations.megatron import model as megatron_model
 from olmo_lns.integrations.megatron.flags import FLAGS, Selection, add_flags
 from olmo_lns.schemes import parse as parse_scheme
 from olmo_lns.settings import ALLOW_MISMATCH
@@ -35,7 +35,7 @@ def every_function_is_there(monkeypatch):
 )
 def test_flags_reach_the_config_and_the_model(words, scheme):
     args, config = parse(*words), tiny.config(hidden_size=64)
-    assert megatron_arguments.config_from_args(lambda args, config_class=None: config)(args) is config
+    assert command_line.wrap_config_from_args(lambda args, config_class=None: config)(args) is config
     for holder in (args, config):
         assert str(Selection.of(holder).scheme) == scheme
     model = tiny.build(config)
@@ -43,6 +43,15 @@ def test_flags_reach_the_config_and_the_model(words, scheme):
     std = 0.02 if words and KEEP not in words else 0.02 / 8**0.5
     assert model.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
     assert words or not hasattr(config, "layernorm_scaling")
+
+
+def test_the_line_of_a_plain_baseline_is_printed_once_and_says_what_was_measured(capsys):
+    for initialized in (True, False):
+        config = tiny.config(perform_initialization=initialized)
+        command_line.wrap_config_from_args(lambda args, config_class=None, config=config: config)(parse(PLAIN))
+        tiny.build(config)
+    said = "olmo-lns: scaled initialization off (output projections: init_method); measured: initialization\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def test_flags_reach_the_config_and_the_model(words, scheme):
 )
 def test_wrong_or_contradicting_flags_are_refused(words, message):
     with pytest.raises(LNSConfigError, match=message):
-        Selection.of(parse(*words)).check()
+        Selection.of(parse(*words)).validated()
 
 
 def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
@@ -64,7 +73,7 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
     module = ModuleType("megatron.training.global_vars")
     module._GLOBAL_ARGS = student
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    make = megatron_arguments.config_from_args(lambda args: tiny.config())
+    make = command_line.wrap_config_from_args(lambda args: tiny.config())
     assert Selection.of(make(student)).layernorm_scaling
     assert not Selection.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
 
@@ -72,7 +81,7 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(hook, "_missing", {})
-    hook.wrap("megatron.core.models.gpt.gpt_model:GPTModel.build_layers", models.model_init)
+    hook.wrap("megatron.core.models.gpt.gpt_model:GPTModel.build_layers", megatron_model.wrap_model_init)
     assert tiny.scaled_norms(tiny.build(tiny.config())) == []
     with pytest.raises(UpstreamChangedError, match=r"GPTModel.build_layers"):
         apply(tiny.config())
@@ -90,7 +99,7 @@ def arguments(monkeypatch):
 
 
 def built(*chunks):
-    return models.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
+    return megatron_model.wrap_model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
 
 
 def test_a_flag_without_effect_is_refused(arguments, monkeypatch):
@@ -132,7 +141,7 @@ def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
 
 
 def restore(running, saved):
-    checkpoints.load_args(lambda args, load_arg="load": (args, saved))(running)
+    checkpoint.wrap_load_args(lambda args, load_arg="load": (args, saved))(running)
     return Selection.of(running)
 
 
@@ -146,7 +155,7 @@ def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch)
         patch.setattr(sys, "argv", ["pretrain_gpt.py", f"{EXPONENT}=0.5"])
         assert restore(parse(EXPONENT, "0.5"), saved) == Selection()
     args = parse(LNS)  # no checkpoint
-    assert checkpoints.load_args(lambda args, load_arg="load": args)(args) is args
+    assert checkpoint.wrap_load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(ALLOW_MISMATCH, "1")
     assert restore(parse(), saved) == Selection()
 
@@ -157,7 +166,7 @@ def load(running, saved, folder="folder", **state):
     def _load_base_checkpoint(load_dir, args, rank0=False):
         return contents, "iter_7", False, None
 
-    return checkpoints.load_base(_load_base_checkpoint)(folder, args=running)
+    return checkpoint.wrap_load_base(_load_base_checkpoint)(folder, args=running)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_layer_that_is_not_two_norms_attention_and_mlp_is_refused_and_left_as_
         return
     with pytest.raises((LNSConfigError, MeasurementError), match=message):
         apply(model)
-    assert not list(sites.sites(model)) and not tiny.scaled_norms(model)
+    assert not list(sites.in_model(model)) and not tiny.scaled_norms(model)
 
 
 class TEFusedResidualRMSNorm(torch.nn.RMSNorm):

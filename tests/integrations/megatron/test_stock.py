@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 
 
 #: Where the two programs find what they wrap.
-CORE, TRAINING = r"megatron\.core\.", r"megatron\.(training|post_training)\."
+CORE_MODULES, TRAINING_MODULES = r"megatron\.core\.", r"megatron\.(training|post_training)\."
 
 
 def run(program, folder, tree, **variables):
@@ -40,9 +40,9 @@ def compare(program, tmp_path, tree=None, *, elsewhere):
 
 
 def test_constructors_and_the_loader_of_megatron_core(tmp_path):
-    compare("stock_core", tmp_path, elsewhere=TRAINING)
+    compare("stock_core", tmp_path, elsewhere=TRAINING_MODULES)
 
 
 def test_arguments_models_and_checkpoints_of_megatron_training(tmp_path):
     """Checkpoints: sharded, legacy, DCP, NeMo's, without arguments, none, damaged, of a broken tracker."""
-    compare("stock_training", tmp_path, megatron_launch.checkout(), elsewhere=CORE)
+    compare("stock_training", tmp_path, megatron_launch.checkout(), elsewhere=CORE_MODULES)

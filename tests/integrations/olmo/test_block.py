@@ -15,7 +15,7 @@ from support.scheme_reference import loss_logits_gradients, loss_of
 from olmo_lns import schemes, sites
 from olmo_lns.errors import MeasurementError
 from olmo_lns.integrations.olmo import block as blocks
-from olmo_lns.integrations.olmo import register, types
+from olmo_lns.integrations.olmo import norm_types, register
 from olmo_lns.integrations.olmo.model import blocks_of
 from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, names, parse, registry
 from olmo_lns.sites import Site
@@ -141,7 +141,7 @@ def test_every_initialization_combines_with_every_scheme(name, block):
 def test_a_model_pickles_with_its_scheme(kind):
     model = build(layer_norm_type=kind)
     copied = pickle.loads(pickle.dumps(model))
-    assert sites.read_back(copied) == types.scheme_of(kind)
+    assert sites.read_back(copied) == norm_types.scheme_of_type(kind)
     assert torch.equal(copied(tokens()).logits, model(tokens()).logits)
 
 
@@ -182,7 +182,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
     quarter = parse("lns:exponent=0.25")
     more = dict(attention_layer_norm=True, embedding_layer_norm=True, block_group_size=2)
     model = build(layer_norm_type="lns_rms:exponent=0.25", **more)
-    found = [(name, module.lns_scale, site) for name, module, site in sites.sites(model)]
+    found = [(name, module.lns_scale, site) for name, module, site in sites.in_model(model)]
     assert found == [
         (f"transformer.block_groups.{i // 2}.{i % 2}.{sub}_norm", (i + 1) ** -0.25, Site(quarter, i + 1, 4, sub))
         for i in range(4)
@@ -192,7 +192,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
     assert sites.read_back(model) == sites.read_back(copy.deepcopy(model)) == quarter
     for asked in (LNS, PRE_LN):
         with pytest.raises(MeasurementError, match="was selected .*: found lns:exponent=0.25 on 8 sub-layers"):
-            sites.check(model, asked, 4)
+            sites.require_complete(model, asked, 4)
 
 
 @pytest.mark.parametrize(

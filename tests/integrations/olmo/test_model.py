@@ -59,6 +59,19 @@ def test_a_part_that_is_not_there_is_an_error_only_where_a_scheme_is_selected(mo
         OLMo(model_config(layer_norm_type="lns_rms"))
 
 
+def test_a_norm_of_another_name_is_an_error_that_says_so(monkeypatch):
+    init = OLMoSequentialBlock.__init__
+
+    def renaming(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.norm_1 = self.__dict__["_modules"].pop("attn_norm")
+
+    monkeypatch.setattr(OLMoSequentialBlock, "__init__", renaming)
+    monkeypatch.setattr(OLMoSequentialBlock, "reset_parameters", lambda self: None)
+    with pytest.raises(UpstreamChangedError, match="OLMoSequentialBlock of this OLMo has no attn_norm. Install"):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
 def test_a_failed_measurement_leaves_nothing_half_done(monkeypatch):
     """The next model of the same config, and the config, are as if nothing had happened."""
     config = model_config(layer_norm_type="lns", init_fn="normal_scaled")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import observing
 
-from olmo_lns.integrations.olmo.types import INIT_FNS
+from olmo_lns.integrations.olmo.norm_types import INIT_FNS
 from olmo_lns.schemes import names
 
 

@@ -79,7 +79,7 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
     expected = Scheme.of(scheme, exponent=0.25)
     assert scheme_of_config({"model": model_config.as_config_dict()}, source="x") == expected
     built = model_config.build(init_device="meta")
-    assert scheme_of_model(built) == expected and len(list(sites.sites(built))) == 2 * small.LAYERS
+    assert scheme_of_model(built) == expected and len(list(sites.in_model(built))) == 2 * small.LAYERS
     for number, each in enumerate(built.blocks.values(), start=1):
         assert [getattr(each, name).lns_scale for name in norms] == [number**-0.25] * len(norms)
     for name in {norms[0], norms[-1]}:

@@ -74,7 +74,7 @@ def test_a_family_of_another_form_is_refused_and_left_as_it_was(kind):
     before, kinds = forward(model, ids), [type(module) for module in model.modules()]
     with pytest.raises(LNSError):
         apply(model)
-    assert kinds == [type(module) for module in model.modules()] and not list(sites.sites(model))
+    assert kinds == [type(module) for module in model.modules()] and not list(sites.in_model(model))
     assert torch.equal(forward(model, ids), before)
 
 

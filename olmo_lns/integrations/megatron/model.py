@@ -17,15 +17,17 @@ from torch import nn
 from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import layers
-from olmo_lns.integrations.megatron.arguments import CORE, is_config, launched_arguments, mark
-from olmo_lns.integrations.megatron.flags import FLAGS, Selection
+from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_arguments
+from olmo_lns.integrations.megatron.configs import check_config, is_config, mark_config
+from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, Selection
+from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import PRE_LN
 
 Function = Callable[..., Any]
 
 
-def model_init(original: Function) -> Function:
+def wrap_model_init(original: Function) -> Function:
     """Wrap a constructor: choose the initialization before the model is built; attach and measure afterwards."""
     signature = inspect.signature(original)
 
@@ -35,16 +37,20 @@ def model_init(original: Function) -> Function:
             return original(self, *args, **kwargs)
         selection = Selection.of(config)
         if selection.layernorm_scaling:
-            layers.check_config(config)
+            check_config(config)
         if selection.scaled_init_off:
             config.output_layer_init_method = config.init_method
         original(self, *args, **kwargs)
         if selection.layernorm_scaling:
-            if not any(sites.sites(self)):  # unless the base class's constructor has attached
+            if not any(sites.in_model(self)):  # unless the base class's constructor has attached
                 layers.scale_model(self, selection, drawn=True)
         else:
-            measured = ", ".join(layers.check_initialization(self, config))
-            layers.print_once(f"scaled initialization off (output projections: init_method); measured: {measured}")
+            checked = ", ".join(layers.check_initialization(self, config))
+            print_once(
+                "scaled initialization off (output projections: init_method); "
+                + (f"measured: {checked}" if checked else "no weight was initialized here, so none was measured"),
+                about="plain initialization",
+            )
 
     return __init__
 
@@ -62,7 +68,7 @@ def _marked_config(signature: inspect.Signature, *args: Any, **kwargs: Any) -> A
 # --- the finished model ---------------------------------------------------------------------------------------------
 
 
-def model_built(original: Function) -> Function:
+def wrap_model_built(original: Function) -> Function:
     """Wrap ``get_model`` and ``setup_model_and_optimizer``: check that the flags had an effect on all pipeline stages.
 
     A scheme that :func:`~olmo_lns.integrations.megatron.apply` selected is stored in the arguments.
@@ -77,7 +83,8 @@ def model_built(original: Function) -> Function:
         configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
         marked = {Selection.of(config) for config in filter(is_config, configs)} - {Selection()}
         applied = next((selection for selection in marked if selection.layernorm_scaling), None)
-        flags = requested.flags or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
+        words = [word for word in sys.argv[1:] if word.split("=")[0] in (LNS_FLAG, PLAIN_FLAG)]
+        flags = requested.flags or " ".join(words)
         if requested.layernorm_scaling:
             _check_stages(chunks, requested)
         elif flags and not marked:
@@ -89,7 +96,7 @@ def model_built(original: Function) -> Function:
         elif applied is not None:
             _check_stages(chunks, applied)
             applied.store(launched_arguments())
-            layers.print_once(f"apply() switched LayerNorm Scaling on. Checkpoints will record {applied.flags}.")
+            print_once(f"apply() switched LayerNorm Scaling on. Checkpoints will record {applied.flags}.")
         return result
 
     return build
@@ -102,7 +109,7 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
         for chunk in chunks:
             if (scheme := sites.read_back(chunk)) not in (selection.scheme, PRE_LN):
                 problem = f"{selection.scheme} was selected, but the model was built with {scheme}."
-            sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
+            sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.in_model(chunk)]
     except Exception as error:
         problem = str(error)
     raise_on_every_rank(problem)
@@ -117,7 +124,7 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
     if len(counts) == 1 and counts != {0}:
         return
     raise LNSConfigError(
-        f"{FLAGS[0]} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
+        f"{LNS_FLAG} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
         "all pipeline stages, expected each of its blocks equally often. The flag reaches models of megatron.core "
         "only, not with --use-legacy-models, --yaml-cfg or a config made by hand. Call "
         "olmo_lns.integrations.megatron.apply(config) before the model is built, or drop the flag."
@@ -131,9 +138,9 @@ def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> 
     """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
     if isinstance(target, (list, tuple)):
         return sum(apply_to(each, selection, trained) for each in target)
-    hook.require_wrapped("megatron", CORE)
+    hook.require_wrapped("megatron", CORE_MODULES)
     if not isinstance(target, nn.Module):
-        mark(target, selection)
+        mark_config(target, selection)
         return 0
     count = 0
     for model in layers.models_in(target):
@@ -145,7 +152,7 @@ def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> 
         if current.is_pre_ln:
             count += layers.scale_model(model, selection, drawn=False, trained=trained)
         else:
-            count += len(list(sites.sites(model)))
+            count += len(list(sites.in_model(model)))
         if hasattr(model, "config"):
             selection.store(model.config)
     return count

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import olmo_lns
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.state import needs_olmo_lns
 from olmo_lns.processes import process_group
 
 register()
@@ -107,18 +106,9 @@ def test_a_folder_without_config_is_refused_under_a_scheme_and_loaded_under_pre_
     folder = tmp_path / "step10-unsharded"
     save(folder, "lns_rms")
     (folder / "config.yaml").unlink()
-    (folder / "lns.json").write_text("of a development version: not read")
     with pytest.raises(CheckpointMismatchError, match="no config beside it names the scheme of its weights"):
         Running("lns_rms").restore_checkpoint(folder)
     for kind, allow in (("rms", ""), ("lns_rms", "1")):
         monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allow)
         (trainer := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
         assert trainer.loaded
-
-
-def test_the_mark_of_a_development_version_in_a_trainers_state_is_read(tmp_path):
-    """Its pickle holds the function's name for good."""
-    mark = type("Mark", (), {"__reduce__": lambda self: (needs_olmo_lns, ("lns:exponent=0.5 over rms", None))})
-    torch.save({"global_step": 3, "trained under a scheme of olmo-lns": mark()}, path := tmp_path / "train.pt")
-    assert b"olmo_lns.integrations.olmo.state\nneeds_olmo_lns" in path.read_bytes()
-    assert torch.load(path, weights_only=True)["global_step"] == 3

@@ -42,7 +42,7 @@ def has_scheme(layer_norm_type: Any) -> bool:
     return bool(_split(layer_norm_type)[0])
 
 
-def scheme_of(layer_norm_type: Any) -> Scheme:
+def scheme_of_type(layer_norm_type: Any) -> Scheme:
     """Return the scheme that a type names, Pre-LN for a stock type.
 
     :raises LNSConfigError: a parameter that the scheme does not have, or a value that it does not allow.
@@ -56,7 +56,7 @@ def base_type(layer_norm_type: Any) -> str:
     return _split(layer_norm_type)[1] or "rms"
 
 
-def spell(scheme: Scheme, base: str) -> str:
+def type_name(scheme: Scheme, base: str) -> str:
     """Spell the type of ``scheme`` over ``base``, with the parameters that are not at their default."""
     if scheme.is_pre_ln:
         return base
@@ -68,7 +68,7 @@ def requested(config: Any) -> tuple[Scheme, str]:
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
-    scheme = scheme_of(config.layer_norm_type)
+    scheme = scheme_of_type(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
     sources = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
     sources["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
@@ -81,7 +81,7 @@ def requested(config: Any) -> tuple[Scheme, str]:
 
 
 @contextmanager
-def stock(config: Any) -> Iterator[None]:
+def stock_names(config: Any) -> Iterator[None]:
     """Give ``config`` OLMo's own names while OLMo builds or draws, and restore ``config`` afterwards."""
     from olmo.config import InitFnType, LayerNormType
 
@@ -106,7 +106,7 @@ def _initialization_of_environment() -> str:
     return value
 
 
-def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
+def add_members(layer_norm_type: Any, init_fn_type: Any) -> None:
     """Add this package's members to OLMo's two enums; idempotent."""
     for scheme in names():
         for name in (scheme, *(f"{scheme}_{base}" for base in BASES)) if scheme != PRE_LN.name else ():
@@ -133,7 +133,7 @@ class _Members(dict):
         if not isinstance(name, str) or not has_scheme(name):
             raise KeyError(name)
         try:
-            scheme_of(name)
+            scheme_of_type(name)
         except LNSConfigError as error:
             from olmo.exceptions import OLMoConfigurationError
 
@@ -178,7 +178,7 @@ def require_supported(config: Any) -> None:
         raise OLMoConfigurationError(
             f"{kind} with norm_after=true: the scheme already defines the places of the norms. Set norm_after: false."
         )
-    for number, sub_layer, plan in scheme_of(config.layer_norm_type).plans(config.n_layers):
+    for number, sub_layer, plan in scheme_of_type(config.layer_norm_type).plans(config.n_layers):
         if plan.norms not in (1, 2):
             problem = f"found {plan.norms} norms in a sub-layer, expected one or two"
         elif plan.groups > 1 and plan.norms == 2:
@@ -236,9 +236,9 @@ def _resolve(model: Any, path: Any, name: str) -> None:
     written = str(model.layer_norm_type)
     file_type = OmegaConf.select(OmegaConf.load(str(path)), name, throw_on_missing=False)
     base_source = str(ModelConfig.layer_norm_type if file_type is None else file_type)
-    scheme = scheme_of(written)
+    scheme = scheme_of_type(written)
     bare = written.partition(":")[0] == scheme.name
-    spelled = spell(scheme, base_type(base_source if bare else written))
+    spelled = type_name(scheme, base_type(base_source if bare else written))
     if spelled == written:
         return
     model.layer_norm_type = LayerNormType[spelled]

@@ -10,9 +10,9 @@ import sys
 from contextvars import ContextVar
 from typing import Any, Callable
 
-from olmo_lns.integrations.megatron import layers
-from olmo_lns.integrations.megatron.arguments import TEACHER, launched_arguments
-from olmo_lns.integrations.megatron.flags import FLAGS, Selection
+from olmo_lns.integrations.megatron.command_line import TEACHER_LOAD_ARGUMENT, launched_arguments
+from olmo_lns.integrations.megatron.flags import FLAGS, LNS_FLAG, Selection
+from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
 from olmo_lns.settings import ALLOW_MISMATCH, is_set
@@ -20,7 +20,7 @@ from olmo_lns.settings import ALLOW_MISMATCH, is_set
 Function = Callable[..., Any]
 
 
-def load_args(original: Function) -> Function:
+def wrap_load_args(original: Function) -> Function:
     """Wrap ``load_args_from_checkpoint``: take the selection from the checkpoint if none was given."""
 
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -30,13 +30,13 @@ def load_args(original: Function) -> Function:
         has_flags = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
         if not has_flags and Selection.of(args) == Selection() != saved and not is_set(ALLOW_MISMATCH):
             saved.store(args)
-            layers.print_once(f"from the checkpoint's arguments: {saved.flags}")
+            print_once(f"from the checkpoint's arguments: {saved.flags}")
         return result
 
     return load_args_from_checkpoint
 
 
-def load_base(original: Function) -> Function:
+def wrap_load_base(original: Function) -> Function:
     """Wrap ``_load_base_checkpoint``: compare the schemes, also with ``--finetune``, which Megatron does not."""
     signature = inspect.signature(original)
 
@@ -46,7 +46,7 @@ def load_base(original: Function) -> Function:
         state, running, folder = result[0], call.get("args") or launched_arguments(), call.get("load_dir")
         if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
             return result
-        is_teacher = folder is not None and folder == getattr(running, TEACHER, None)
+        is_teacher = folder is not None and folder == getattr(running, TEACHER_LOAD_ARGUMENT, None)
         compare(state.get("args"), Selection() if is_teacher else Selection.of(running), result[1] or folder)
         return result
 
@@ -57,8 +57,8 @@ def load_base(original: Function) -> Function:
 _arguments_read: ContextVar[list[Any] | None] = ContextVar("_arguments_read", default=None)
 
 
-def load_sharded(original: Function) -> Function:
-    """Wrap ``dist_checkpointing.load``: keep the arguments that it reads, for :func:`load_modelopt`."""
+def wrap_load_sharded(original: Function) -> Function:
+    """Wrap ``dist_checkpointing.load``: keep the arguments that it reads, for :func:`wrap_load_modelopt`."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -70,10 +70,10 @@ def load_sharded(original: Function) -> Function:
     return load
 
 
-def load_modelopt(original: Function) -> Function:
+def wrap_load_modelopt(original: Function) -> Function:
     """Wrap ``load_modelopt_checkpoint``: compare the schemes of a sharded checkpoint, which it reads by itself.
 
-    A checkpoint that it reads by Megatron's loader is compared in :func:`load_base`.
+    A checkpoint that it reads by Megatron's loader is compared in :func:`wrap_load_base`.
     """
     signature = inspect.signature(original)
 
@@ -87,7 +87,7 @@ def load_modelopt(original: Function) -> Function:
         if arguments_read:
             running = launched_arguments()
             load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
-            selected = Selection() if load_arg == TEACHER else Selection.of(running)
+            selected = Selection() if load_arg == TEACHER_LOAD_ARGUMENT else Selection.of(running)
             saved = next((each for each in arguments_read if each is not None), None)
             compare(saved, selected, getattr(running, load_arg))
         return result
@@ -102,6 +102,6 @@ def compare(saved: Any, running: Selection, source: object) -> None:
     :raises CheckpointMismatchError: the schemes differ.
     """
     selection = Selection.of_saved(saved)
-    flags = selection.flags if selection.layernorm_scaling else f"without {FLAGS[0]}"
+    flags = selection.flags if selection.layernorm_scaling else f"without {LNS_FLAG}"
     scheme: Scheme | None = None if saved is None else selection.scheme
     require_same(scheme, running.scheme, source=source, setting=lambda scheme: flags)

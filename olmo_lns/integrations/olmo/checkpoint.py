@@ -1,32 +1,17 @@
-"""Compare a checkpoint with the model that runs: its ``config.yaml`` names the type, with every parameter.
-
-Checkpoints of development versions hold one more member in the trainer's state (train.pt, train/rank*.pt), which
-:func:`needs_olmo_lns` reads. It is neither written nor compared.
-"""
+"""Compare a checkpoint with the model that runs: its ``config.yaml`` names the type, with every parameter."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any, Callable
 
-import torch
-
 from olmo_lns import sites
 from olmo_lns.errors import one_line
-from olmo_lns.integrations.olmo import types
+from olmo_lns.integrations.olmo import norm_types
 from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
 
 log = logging.getLogger("olmo_lns")
-
-
-def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> str:
-    """Return the member as text, for unpickling. Old checkpoints name this function: never rename or move it."""
-    return record
-
-
-# For torch's ``weights_only=True``, by which ai2-olmo 0.6.0 loads under torch 2.6 and newer.
-torch.serialization.add_safe_globals([needs_olmo_lns])
 
 
 def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,9 +24,9 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
         running = sites.read_back(self.model)
         saved_type = _saved_type(load_path, args[0] if args else kwargs.get("local_cache"), running)
-        saved_scheme, differing = None if saved_type is None else types.scheme_of(saved_type), ""
-        base = types.base_type(self.model.config.layer_norm_type)
-        if saved_scheme == running and not running.is_pre_ln and types.base_type(saved_type) != base:
+        saved_scheme, differing = None if saved_type is None else norm_types.scheme_of_type(saved_type), ""
+        base = norm_types.base_type(self.model.config.layer_norm_type)
+        if saved_scheme == running and not running.is_pre_ln and norm_types.base_type(saved_type) != base:
             differing = f"layer_norm_type {saved_type}, another base norm than {base}"
         setting = f"--model.layer_norm_type={saved_type}"
         require_same(saved_scheme, running, source=load_path, setting=lambda _: setting, differing=differing)

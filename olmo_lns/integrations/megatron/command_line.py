@@ -1,0 +1,58 @@
+"""From Megatron's command line to its config: the parser's options, and the mark on the ``TransformerConfig``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable
+
+from olmo_lns import hook
+from olmo_lns.integrations.megatron.configs import mark_config
+from olmo_lns.integrations.megatron.flags import Selection, add_flags
+from olmo_lns.integrations.megatron.printing import print_once
+
+Function = Callable[..., Any]
+#: Modules that hold the functions without which a scheme cannot run: in every program, and in Megatron's own launches.
+CORE_MODULES = ("megatron.core.models.gpt.gpt_model",)
+TRAINING_MODULES = (
+    *CORE_MODULES,
+    "megatron.training.arguments",
+    "megatron.training.training",
+    "megatron.training.checkpointing",
+)
+#: Megatron's argument with the checkpoint of the model that ModelOpt distils from. That model is Pre-LN.
+TEACHER_LOAD_ARGUMENT = "export_kd_teacher_load"
+
+
+def wrap_add_arguments(original: Function) -> Function:
+    """Wrap ``add_megatron_arguments``: add this package's options to Megatron's parser."""
+    return lambda parser: add_flags(original(parser))
+
+
+def wrap_config_from_args(original: Function) -> Function:
+    """Wrap ``core_transformer_config_from_args``: mark the config with the selection in the arguments."""
+
+    def core_transformer_config_from_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        config = original(args, *rest, **kwargs)
+        if (selection := Selection.of(args).validated()) == Selection():
+            return config
+        hook.require_wrapped("megatron", TRAINING_MODULES)
+        if _is_teacher(args):
+            print_once("ModelOpt's teacher: no LayerNorm Scaling")
+        else:
+            mark_config(config, selection)
+        return config
+
+    return core_transformer_config_from_args
+
+
+def _is_teacher(args: Any) -> bool:
+    """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's arguments."""
+    launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return launched is not None and launched is not args and bool(getattr(args, TEACHER_LOAD_ARGUMENT, None))
+
+
+def launched_arguments() -> Any:
+    """Return the arguments of the running launch."""
+    from megatron.training.global_vars import get_args
+
+    return get_args()

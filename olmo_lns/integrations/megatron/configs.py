@@ -1,0 +1,69 @@
+"""Megatron's ``TransformerConfig``: store a selection in it, and refuse settings that a scheme does not support.
+
+A marked config has the fields of a ``Selection`` as attributes. A language model that is built from it gets the scheme
+in :mod:`olmo_lns.integrations.megatron.model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from olmo_lns import settings
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.flags import Selection
+
+BYPASSED = "it reads the norm's parameters without calling the norm"
+_NO_STREAM = "hyper-connections have no single residual stream"
+_NO_DEPTH = "heterogeneous blocks have no common depth"
+#: Attribute of the config -> the reason against LayerNorm Scaling with it.
+_REFUSED = {
+    "use_transformer_engine_op_fuser": BYPASSED,
+    "inference_fuse_tp_communication": BYPASSED,
+    "enable_mhc_connections": _NO_STREAM,
+    "enable_hyper_connections": _NO_STREAM,
+    "heterogeneous_block_specs": _NO_DEPTH,
+    "heterogeneous_layers_config_path": _NO_DEPTH,
+    "scale_layernorm_by_depth": "this patch of Megatron is the same method, which would scale twice",
+    "batch_invariant_mode": "its RMSNorm replaces TE's forward, which a scaled norm does not run",
+}
+
+
+def is_config(value: object) -> bool:
+    """Return true for a ``TransformerConfig``, or one of its subclasses, such as a provider of Megatron Bridge."""
+    from megatron.core.transformer.transformer_config import TransformerConfig  # Megatron may be half imported above
+
+    return isinstance(value, TransformerConfig)
+
+
+def check_config(config: Any) -> None:
+    """Check a config.
+
+    :raises LNSConfigError: if it has a setting that LayerNorm Scaling does not support.
+    """
+    settings.check()
+    refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
+    if getattr(config, "transformer_impl", "") == "inference_optimized":
+        refused["transformer_impl"] = BYPASSED
+    for name, reason in refused.items():
+        setting = f"{name}={getattr(config, name)!r}"
+        raise LNSConfigError(f"LayerNorm Scaling does not support {setting}: {reason}. Switch one of them off.")
+
+
+def mark_config(target: Any, selection: Selection) -> None:
+    """Store a selection in a config, or in the one in ``target.transformer``.
+
+    :raises LNSConfigError: no ``TransformerConfig``, one with another scheme, or one with an unsupported setting.
+    """
+    config = getattr(target, "transformer", target)
+    if not is_config(config):
+        raise LNSConfigError(
+            f"found a {type(target).__name__}, expected a TransformerConfig, a built model or a list of its chunks."
+        )
+    current = Selection.of(config)
+    if current.layernorm_scaling and selection.layernorm_scaling and current.scheme != selection.scheme:
+        raise LNSConfigError(f"this {type(config).__name__} has {current.scheme} already: start from a fresh config.")
+    if selection.layernorm_scaling:
+        check_config(config)
+    chosen = selection if selection.layernorm_scaling else current
+    replace(chosen, no_scaled_init=current.no_scaled_init or selection.no_scaled_init).validated().store(config)
