@@ -73,7 +73,7 @@ $(STAMP): pyproject.toml $(PINS) $(if $(REPOINT),FORCE) | check-origin
 	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
 		|| { echo "Installing $(TORCH) into $(VENV): some 200 MB for a CPU build, several GB for CUDA"; \
 		$(PIP) $(foreach word,$(TORCH),"$(word)"); }
-	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV); minutes without a word, the first time"
+	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV). The first time this takes minutes and prints nothing."
 	@$(PIP) \
 		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c $(PINS)") -e ".[$(EXTRAS)]"
 	@touch $@
@@ -90,7 +90,7 @@ demo: setup
 test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
-# Under a minute: the formula, the norms, the record and OLMo's models.
+# About a minute: the formula, the norms, the saved scheme, and OLMo's models.
 QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/integrations/olmo/test_state.py \
 	tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py
 SETUP ?= setup
@@ -100,16 +100,16 @@ test-quick: $(SETUP)
 test-slow: setup
 	$(PYTEST) $(BY_FILE) -m "slow and not exhaustive and not gpu" $(ARGS)
 
-# `test` and `test-slow` in one run: each worker imports the frameworks once.
+# `test` and `test-slow` in one run, so that each worker imports the frameworks once.
 test-all: setup
 	$(PYTEST) $(BY_FILE) -m "not exhaustive and not gpu" $(ARGS)
 
-# More layouts of what the slow tests show: before a release, and once a week on the public host.
+# Tests that repeat the claims of other tests in more layouts. Run them before a release. The public host runs them once a week.
 test-exhaustive: setup
 	$(PYTEST) $(BY_FILE) -m "exhaustive and not gpu" $(ARGS)
 
-# The OLMo-core integration, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
-# datasets<4, so what needs TRL and PEFT is tested here, too.
+# The tests of the OLMo-core integration, in a separate environment. MARK="slow or not slow" runs all of them. The tests that
+# need TRL and PEFT run here, too, because TRL needs datasets>=4 and OLMo datasets<4.
 MARK ?= not slow or trl
 CORE_WORKERS ?= $(WORKERS)
 setup-olmo-core:

@@ -163,9 +163,9 @@ def rate(value: float) -> str:
 
 
 def about(arm: Arm) -> str:
-    """Describe an arm: scheme, initialization, and the effect that a comparison with the baseline isolates."""
+    """Describe an arm: its scheme, its initialization, and how it differs from the baseline."""
     init = f"OLMo's init_fn {arm.init_fn}" if arm.init_fn else INIT_TEXT[arm.initialization]
-    purpose = f"isolates {arm.only_difference}" if arm.only_difference else "changes more than one thing"
+    purpose = f"differs from preln only by {arm.only_difference}" if arm.only_difference else "differs in several ways"
     return f"{arm.scheme.definition.label}, {init}; {'the baseline' if arm.name == BASELINE else purpose}"
 
 

@@ -1,8 +1,9 @@
-"""Mutants of upstream: what each changes, in which frameworks, and what the reference must know of it.
+"""Mutants of upstream: what each changes, in which frameworks, and how the reference takes it into account.
 
-A harmful one may be followed or refused by an error of the package. A harmless one, and one that is ``followed``, must be
-followed. In a framework that is not in its row a mutant has no meaning, or cannot be seen: Megatron's layers cannot be
-called alone, so that what they compute between the norms is not measured; transformers builds no block by a hook of ours.
+For a harmful mutant the plugin must either compute the mutated model or raise an error. For a harmless one, and for one that
+is marked ``followed``, it must compute the mutated model. The row of a mutant lists the frameworks in which it is tested. In
+the others it has no meaning or cannot be detected. Megatron's layers cannot run alone, so the plugin does not measure what
+they compute between the norms. In transformers the plugin does not build the blocks.
 """
 
 import dataclasses
