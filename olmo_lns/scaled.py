@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -50,9 +51,8 @@ class Scaled(PicklableSubclass):
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
-        replaced = vars(self).get("forward")
-        # accelerate's hooks keep the old forward; a ScaledForward applies the factor
-        if replaced is not None and not isinstance(replaced, ScaledForward) and "_old_forward" not in vars(self):
+        replaced = vars(self).get(_forward_name(self))
+        if replaced is not None and not isinstance(replaced, ScaledForward) and not _is_bound_forward(self, replaced):
             return self.lns_plan_without_factor
         factor: dict[str, Any] = {self.lns_factor_name: self.lns_scale}
         return replace(self.lns_plan_without_factor, **factor)
@@ -92,6 +92,20 @@ class ScaledGainNorm(Scaled):
         if isinstance(x, self.lns_arithmetic.multiplied):
             return _times(super().forward(x), self.lns_factor)  # type: ignore[misc]
         return scaled_norm(self, x, self.lns_arithmetic, self.lns_factor, self.lns_backend)
+
+
+def _forward_name(module: Any) -> str:
+    """Return the attribute of a module that would hold a forward of its own.
+
+    accelerate's hooks put their function in ``forward``. It calls ``_old_forward``, which outlives the hooks.
+    """
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def _is_bound_forward(module: Any, forward: Any) -> bool:
+    """Return true for the forward of the module's class, which accelerate's hooks keep as a bound method."""
+    is_bound = getattr(forward, "__self__", None) is module
+    return is_bound and forward.__func__ is getattr(type(module), "forward", None)
 
 
 class ScaledForward:
@@ -189,16 +203,15 @@ def scale(
         )
         if mixin is ScaledGainNorm:
             module.lns_arithmetic = arithmetic
-        replaced = vars(module).get("forward")
-        if replaced is not None:
-            module.forward = ScaledForward(module, replaced)
+        if (replaced := vars(module).get(name := _forward_name(module))) is not None:
+            setattr(module, name, ScaledForward(module, replaced))
         try:
             problem = respond(module).problem(stock_response, factor)
         except Exception as error:  # the folded arithmetic reads an attribute that this norm lacks
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return
-        restore_class(module, stock, replaced)
+        restore_class(module, stock)
     raise MeasurementError(
         f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
         "output can be scaled."
@@ -217,13 +230,17 @@ def _change_nothing(module: Any, args: Any) -> None:
     """A forward pre-hook, of this module so that a copied or pickled model keeps it."""
 
 
-def restore_class(module: Any, stock: type, forward: Any) -> None:
-    """Give a scaled module its stock class and its former forward (None: the class's own) back."""
+def restore_class(module: Any, stock: type) -> None:
+    """Give a scaled module its stock class and its former forward back."""
+    for name in ("forward", "_old_forward"):
+        forward = vars(module).get(name)
+        if isinstance(forward, ScaledForward):
+            setattr(module, name, forward.forward)
+        elif _is_bound_forward(module, forward):
+            setattr(module, name, types.MethodType(stock.forward, module))  # type: ignore[attr-defined]
     module.__class__ = stock
     for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sites"]:
         delattr(module, name)
-    if forward is not None:
-        module.forward = forward
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _change_nothing]:
         del hooks[key]

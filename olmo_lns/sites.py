@@ -12,7 +12,7 @@ from typing import Any, Iterable, Iterator
 
 from olmo_lns import initialization
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.scaled import ScaledForward, restore_class
+from olmo_lns.scaled import restore_class
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
 
@@ -113,9 +113,8 @@ def restore(model: Any) -> None:
 
 
 def _restore_module(module: Any, stock: type | None) -> None:
-    forward = vars(module).get("forward")
     if stock is not None:
-        restore_class(module, stock, forward.forward if isinstance(forward, ScaledForward) else forward)
+        restore_class(module, stock)
     vars(module).pop("lns_sites", None)
     initialization.unmark(module)
 

@@ -234,6 +234,28 @@ def test_a_model_that_accelerate_runs_on_several_devices_is_scaled_and_folded():
     torch.testing.assert_close(stock(IDS), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dispatched_first", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_hooks_of_accelerate_come_and_go_around_the_factor(dispatched_first, hooked):
+    hooks = pytest.importorskip("accelerate.hooks")
+    expected, model = olmo_lns.apply(Model(), example=IDS)(IDS), Model()
+    for dispatches in (dispatched_first, not dispatched_first):
+        if dispatches:
+            for module in model.modules():
+                if list(module.parameters(recurse=False)):
+                    hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        else:
+            olmo_lns.apply(model, example=IDS)
+    record = olmo_lns.record(model)
+    if not hooked:
+        hooks.remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(IDS), expected)
+    assert olmo_lns.record(model) == record and len(record["norms"]) > 0
+    olmo_lns.fold(model, example=IDS)
+    hooks.remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(IDS), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_record_survives_json_and_wrappers():
     model = olmo_lns.apply(kinds.Stack(), "lns:exponent=0.25", example=X)
     saved = json.loads(json.dumps(olmo_lns.record(model)))
