@@ -40,4 +40,4 @@ def test_a_scheme_of_another_package_is_a_type_of_an_unmodified_launch(package):
 def test_an_entry_point_that_fails_is_named(package):
     (package / "my_schemes.py").write_text("1 / 0\n")
     done = forked.run(LAUNCH, path=package)
-    assert done.returncode and "entry point 'my_schemes' of group olmo_lns.schemes" in done.stderr
+    assert done.returncode and "entry point 'my_schemes' of the group olmo_lns.schemes" in done.stderr
