@@ -14,7 +14,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
 from olmo_lns.export.open import Opened, reporting_load_errors
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
-from olmo_lns.export.spellings import rewrite_config, with_all_spellings
+from olmo_lns.export.spellings import rewrite_config
+from olmo_lns.integrations.transformers.spellings import with_all_spellings
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 

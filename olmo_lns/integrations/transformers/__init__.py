@@ -20,7 +20,7 @@ __all__ = ["apply", "fold", "register"]
 def register() -> None:
     """Request the wrappers of transformers and PEFT, without importing them. Idempotent."""
     from olmo_lns.hook import on_import
-    from olmo_lns.integrations.transformers import wrapping
+    from olmo_lns.integrations.transformers import refusals, wrapping
 
     on_import("transformers.configuration_utils", wrapping.refuse_stock_configs)
     on_import("transformers.modeling_utils", wrapping.refuse_stock_models)
@@ -29,6 +29,7 @@ def register() -> None:
     on_import("transformers.conversion_mapping", wrapping.convert_weights)
     on_import("transformers.trainer", wrapping.compare_on_resume)
     on_import("peft.utils.constants", wrapping.adapter_targets)
+    refusals.register()
 
 
 def apply(

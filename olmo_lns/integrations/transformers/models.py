@@ -38,6 +38,7 @@ from olmo_lns.integrations.transformers.model_types import (
     stock_name,
     stock_reference,
 )
+from olmo_lns.integrations.transformers.spellings import with_all_spellings
 from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
@@ -80,6 +81,11 @@ class SchemeConfig(SchemeClass):
     @auto_map.setter
     def auto_map(self, references: dict[str, Any] | None) -> None:
         vars(self)["auto_map"] = dict(references or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a config that any version of transformers has saved."""
+        return super().from_dict(with_all_spellings(config_dict), **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``config.json`` says, with the names of scheme classes."""

@@ -1,0 +1,91 @@
+"""Functions of other programs that would lose the factor of a model with a scheme: they are refused.
+
+Each takes a transformers model apart by the names of its parts, or by its model type, and goes on without the norms
+that have the factor. Models without a scheme are not affected.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.hook import on_import, wrap
+from olmo_lns.integrations.transformers.model_types import PREFIX
+
+_DEEPSPEED = (
+    "DeepSpeed's inference kernels read the weights of this block and replace it. Its norms have a factor of LayerNorm "
+    "Scaling, which the kernels do not apply. Fold the model first (olmo_lns.fold), or leave out "
+    "replace_with_kernel_inject and the hybrid engine."
+)
+_LIGER = (
+    "Liger would replace the forward of a norm that has a factor of LayerNorm Scaling, and the factor would be lost. "
+    "Apply Liger to the model first, then olmo_lns.apply(model)."
+)
+_ACCELERATE = (
+    "accelerate's Megatron-LM plugin builds a model of its own from the config, without the factors of LayerNorm "
+    "Scaling. Train with another plugin of accelerate (FSDP, DeepSpeed), or in Megatron-LM with --layernorm-scaling."
+)
+_TRL = (
+    "TRL's fused head multiplies the logits of HyperCLOVA X by logits_scaling, and divides those of other model types, "
+    "such as this lns_hyperclovax. Use a loss without the fused head, or a config with logits_scaling=1."
+)
+
+
+def register() -> None:
+    """Request the wrappers, without importing the other programs. Idempotent."""
+    for name in _REFUSED:
+        on_import(name, _refuse)
+
+
+def _has_factor(module: Any) -> bool:
+    from olmo_lns import sites  # imports torch
+
+    return any(True for _ in sites.sites(module))
+
+
+def _injected(**kwargs: Any) -> bool:
+    block = getattr(kwargs.get("policy"), "client_module", None)
+    return hasattr(block, "named_modules") and _has_factor(block)
+
+
+def _patched(module: Any, *args: Any, **kwargs: Any) -> bool:
+    return hasattr(module, "named_modules") and _has_factor(module)  # PEFT may have wrapped the norm
+
+
+def _rebuilt(plugin: Any, model: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith(PREFIX)
+
+
+def _scaled_logits(model: Any, *args: Any, **kwargs: Any) -> bool:
+    config = model.config.get_text_config()
+    return config.model_type == f"{PREFIX}hyperclovax" and getattr(config, "logits_scaling", None) not in (None, 1.0)
+
+
+#: Module of another program -> its function -> whether a call is refused, and the message.
+_REFUSED: dict[str, dict[str, tuple[Callable[..., bool], str]]] = {
+    "accelerate.utils.dataclasses": {"MegatronLMPlugin.set_network_size_args": (_rebuilt, _ACCELERATE)},
+    # The two modules that import the function; DeepSpeed may have been imported before.
+    "deepspeed.module_inject.replace_module": {"policy_to_ds_container": (_injected, _DEEPSPEED)},
+    "deepspeed.runtime.hybrid_engine": {"policy_to_ds_container": (_injected, _DEEPSPEED)},
+    "liger_kernel.transformers.monkey_patch": {
+        "_patch_rms_norm_module": (_patched, _LIGER),
+        "_patch_layer_norm_module": (_patched, _LIGER),
+    },
+    "trl.trainer.utils": {"add_fused_lm_head": (_scaled_logits, _TRL)},
+}
+
+
+def _refuse(module: Any) -> None:
+    for path, (is_refused, message) in _REFUSED[module.__name__].items():
+
+        def make(
+            original: Callable[..., Any], is_refused: Callable[..., bool] = is_refused, message: str = message
+        ) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if is_refused(*args, **kwargs):
+                    raise LNSConfigError(message)
+                return original(*args, **kwargs)
+
+            return wrapped
+
+        wrap(f"{module.__name__}:{path}", make, needed=False)
