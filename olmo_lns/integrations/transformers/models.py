@@ -38,8 +38,8 @@ from olmo_lns.integrations.transformers.model_types import (
     stock_name,
     stock_reference,
 )
-from olmo_lns.integrations.transformers.spellings import with_all_spellings
 from olmo_lns.integrations.transformers.norms import arithmetic_of
+from olmo_lns.integrations.transformers.spellings import with_all_spellings
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 from olmo_lns.shadow import device_of, is_absent
