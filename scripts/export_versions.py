@@ -7,9 +7,9 @@ A folder has one version of transformers with its tokenizers and huggingface_hub
 --no-compile --no-deps --target FOLDER_448 transformers==4.48.3 'tokenizers<0.22' 'huggingface_hub<1'``. For the
 installed version, a folder with nothing but its ``transformers-*.dist-info`` is enough. Each version builds a small
 model of each case under LNS, saves it with its logits, and exports it. Then each version loads the exports of all
-versions by transformers alone and runs ``olmo-lns verify EXPORT`` (A → B). It also loads the checkpoints of the first and
-the last version under LNS, exports and verifies them (A ⇒ B). A cell is right if the logits equal those of the model under
-LNS within 1e-5 of the largest and verify passes. Each version runs in two processes.
+versions by transformers alone and runs ``olmo-lns verify EXPORT`` (A → B). It also loads the checkpoints under LNS of
+the first and the last version, exports and verifies them (A ⇒ B). A cell is right if the logits equal those of the
+model under LNS within 1e-5 of the largest and verify passes. Each version runs in two processes.
 """
 
 from __future__ import annotations
