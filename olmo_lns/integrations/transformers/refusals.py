@@ -40,7 +40,7 @@ def register() -> None:
 def _has_factor(module: Any) -> bool:
     from olmo_lns import sites  # imports torch
 
-    return any(True for _ in sites.sites(module))
+    return any(True for _ in sites.in_model(module))
 
 
 def _injected(**kwargs: Any) -> bool:
