@@ -28,7 +28,11 @@ CHANGES = {
 IDS, BARE = tokens(batch=2, length=16), ("--tokenizer", "none")
 
 
-@pytest.mark.parametrize("name", CHANGES)
+#: Together these have each base norm, both stock classes, no gain, tied weights, groups of heads and clipping.
+QUICK = ("rms_gqa", "default_bias", "default_no_gain_tied_clipped")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_stock_software_computes_the_same(name, tmp_path, capsys):
     changes, like = CHANGES[name]
     folder = tmp_path / "lns"

@@ -56,8 +56,15 @@ def _shard(model, blocks):
     fully_shard(model)
 
 
-@pytest.mark.parametrize("wrapping", [None, _compile, _checkpoint, _shard])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "wrapping"),
+    [
+        # Compilation takes most of this test's time; one model of ours is enough to show that the norms can be traced.
+        pytest.param(kind, wrapping, marks=[pytest.mark.slow] if wrapping is _compile and kind != "own" else [])
+        for kind in MODELS
+        for wrapping in (None, _compile, _checkpoint, _shard)
+    ],
+)
 def test_a_model_trains_as_one_with_hooks(kind, wrapping, one_rank):
     model, blocks, names = MODELS[kind]()
     model.eval()  # without dropout

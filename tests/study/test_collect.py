@@ -50,7 +50,11 @@ def test_a_missing_run_is_refused_unless_missing_runs_are_allowed(built):
 
 
 def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
-    study = finish_all(built)
+    built.description |= {"sizes": {"b": built.description["sizes"]["b"]}, "more_seeds": {}}
+    built.save()
+    study = built.study
+    for run in study.runs:
+        built.finish(run.name, 2.5)
     for changed, message in (
         ({"model.layer_norm_type": "rms"}, "b-lns-s1 does not match its arm. model.layer_norm_type is 'rms'"),
         ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in optimizer.weight"),
@@ -86,10 +90,12 @@ def test_of_every_setting_it_is_known_whether_it_changes_the_loss():
 
 
 def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built):
-    study = finish_all(built)
-    for name in RUNS:  # the machine, and the run's own checkpoint
+    built.description |= {"sizes": {"b": built.description["sizes"]["b"]}, "more_seeds": {}}
+    built.save()
+    study, names = built.study, ["b-preln-s1", "b-lns-s1"]
+    for name in names:  # the machine, and the run's own checkpoint
         built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"), device_train_microbatch_size=1)
-    assert len(collect(study, built.out)) == len(RUNS)
+    assert len(collect(study, built.out)) == len(names)
     (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0}, total=999))
     with pytest.raises(LNSConfigError, match="counts to 999 steps, but the config of this study to 20"):
         collect(study, built.out)

@@ -171,11 +171,25 @@ def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
             study.select_runs([wrong])
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_arms_of_a_shipped_description_differ_in_nothing_else(path):
+    """The sizes of a description share the settings of its arms, so the smallest and the largest are compared."""
+    study = Study.load(path)
+    ends = [study.runs[0].size, study.runs[-1].size]
+    compare_arms([*{(run.size, run.arm): run for run in reversed(study.runs) if run.size in ends}.values()])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_arms_of_every_size_of_a_shipped_description_differ_in_nothing_else(path):
+    compare_arms([*{(run.size, run.arm): run for run in reversed(Study.load(path).runs)}.values()])
+
+
 def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_table():
     for path in SHIPPED:
         study = Study.load(path)
         assert study.runs and str(path.stem) in (study.name, "paper-init")
-        compare_arms([*{(run.size, run.arm): run for run in reversed(study.runs)}.values()])  # one seed of each
         cells = published()["tables"][study.published]["cells"] if study.published else {}
         shared = {*study.sizes} & {*cells}
         assert shared or not cells
