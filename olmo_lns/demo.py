@@ -96,8 +96,9 @@ def train(study: Study, out: Path, lock: int) -> None:
                 progress = ", ".join(f"{name} {step}" for name, step in steps.items())
                 bar.update(task, completed=sum(steps.values()), description=progress)
     finally:
-        for process in processes:  # each saves a checkpoint after Ctrl-C
+        for process in processes:  # after Ctrl-C all save a checkpoint at the same time
             process.terminate()
+        for process in processes:
             process.wait()
     for run in unfinished:
         if not is_finished(run, out):
