@@ -80,7 +80,7 @@ def test_of_every_setting_it_is_known_whether_it_changes_the_loss():
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_container(OmegaConf.structured(TrainConfig))
-    arguments = json.loads((Path(__file__).parents[1] / "support" / "command_line.json").read_text())
+    arguments = json.loads((Path(__file__).parents[1] / "support" / "megatron_arguments.json").read_text())
     megatron = {name: None for recorded in arguments.values() for name in recorded}
     for name, settings in (("olmo", flatten(config)), ("megatron", megatron)):
         engine = ENGINES[name]

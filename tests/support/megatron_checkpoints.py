@@ -18,7 +18,7 @@ def arguments(config, version="0.20", **changes):
     """The arguments that Megatron saves beside a model, as the parser of 0.15 or 0.20 read its command line."""
     from megatron.core.transformer.enums import AttnBackend
 
-    recorded = json.loads(Path(__file__).with_name("command_line.json").read_text())[version]
+    recorded = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())[version]
     epsilon = "norm_epsilon" if "norm_epsilon" in recorded else "layernorm_epsilon"
     values = {
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
