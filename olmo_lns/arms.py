@@ -14,8 +14,8 @@ from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
-#: The arm with which the others are compared.
-BASELINE = "preln"
+#: The arm with which the others are compared, the same with scaled initialization, and the paper's method.
+BASELINE, SCALED_BASELINE, METHOD = "preln", "preln_scaled_init", "lns"
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
 
 #: name, label, scheme, initialization, isolated difference, OLMo's init_fn. The style follows from the position.
 _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
-    ("preln", "Pre-LN", PRE_LN, "plain", "nothing", ""),
-    ("preln_scaled_init", "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
-    _plain("lns"),
+    (BASELINE, "Pre-LN", PRE_LN, "plain", "nothing", ""),
+    (SCALED_BASELINE, "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
+    _plain(METHOD),
     ("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", "", "full_megatron"),
     ("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", "", "mitchell"),
     ("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled", "", ""),

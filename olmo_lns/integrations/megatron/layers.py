@@ -144,8 +144,10 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     if other_norms:
         raise _refuse(
             layer,
-            f"has {', '.join(other_norms)}, expected attention and MLP with one norm in front of each: LayerNorm "
-            "Scaling does not define cross attention and norms after a sub-layer",
+            f"has {', '.join(other_norms)}. The norms in front of attention and MLP were expected to be called "
+            f"{' and '.join(norm for norm, _, _ in _NORM_PATHS.values())}, or to be fused with a linear layer, and "
+            "LayerNorm Scaling does not define cross attention and norms after a sub-layer. If this Megatron has "
+            "renamed a norm, install another version of it or a newer olmo-lns",
         )
     sub_layers = [name for name, (_, holder, _) in _NORM_PATHS.items() if not _is_absent(getattr(layer, holder, None))]
     if not sub_layers:

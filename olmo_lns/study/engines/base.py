@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping, Protocol
 
-from olmo_lns.arms import Arm
+from olmo_lns.arms import BASELINE, Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.yaml_files import flatten
 
@@ -113,7 +113,7 @@ class Engine(Protocol):
     arm_keys: frozenset[str]
     compared_keys: re.Pattern[str]
     ignored_keys: re.Pattern[str]
-    base_arm: str = "preln"
+    base_arm: str = BASELINE
     save_variable: str = "OLMO_SAVE_DIR"
     data_variable: str = "OLMO_DATA_DIR"
     shape_keys: Mapping[str, str]

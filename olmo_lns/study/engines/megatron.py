@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Mapping, Sequence
 
 from olmo_lns.arguments import Parser, as_path
-from olmo_lns.arms import Arm
+from olmo_lns.arms import SCALED_BASELINE, Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.cuda import cuda_environment
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
@@ -199,7 +199,7 @@ class MegatronEngine(Engine):
         r"|tp_comm_|cp_comm|nccl|dist_ckpt_|ft_|fsdp_|ddp_|cuda_graph|enable_|check_|adlr_|no_(load|save)_|logging_level|.*memory"
         r"|use_(dist_ckpt|persistent|pytorch_prof|ring|sharp|tp_pp|megatron_fsdp|torch_fsdp2)|data_cache_path|create_attention"
     )
-    base_arm = "preln_scaled_init"  # the stock files, without a flag that would have to be removed
+    base_arm = SCALED_BASELINE  # the stock files, without a flag that would have to be removed
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
     shape_keys = {
         "layers": "num_layers", "hidden_size": "hidden_size", "heads": "num_attention_heads",
