@@ -1,6 +1,7 @@
 """The house holds: imports run only downwards."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -71,6 +72,36 @@ def test_imports_run_only_downwards():
     assert found == set(), "imports against the order of the packages"
     assert upwards("integrations.olmo", ast.parse("def f():\n    from olmo_lns.diagnostics import monitor"))
     assert upwards("export.open", ast.parse("importlib.import_module('olmo_lns.study.describe')"))
+
+
+def test_the_map_in_contributing_has_the_packages_in_this_order():
+    if not (contributing := ROOT.parent / "CONTRIBUTING.md").is_file():
+        pytest.skip("needs a checkout")
+    table = contributing.read_text(encoding="utf-8").split("## Map")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [tuple(re.findall(r"`(\w+)/?`", row)) for row in rows] == ORDER
+
+
+def definitions(module):
+    """Names that a module defines, also inside its classes."""
+    nodes = ast.walk(TREES[module])
+    return {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def test_every_hop_of_the_walks_in_contributing_exists():
+    if not (contributing := ROOT.parent / "CONTRIBUTING.md").is_file():
+        pytest.skip("needs a checkout")
+    walks = re.findall(r"^## How .*?(?=^## )", contributing.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(walks) == 4
+    everywhere = set().union(*map(definitions, TREES)) | {"norm_scale"}
+    for word in re.findall(r"`([^`]+)`", "".join(walks)):
+        if word.endswith(".py"):
+            assert list(ROOT.glob(word.replace("<framework>", "*"))), word
+        elif "." in word and word.split(".")[0] in TREES:
+            module, name = word.split(".")
+            assert name in definitions(module), word
+        elif re.fullmatch(r"\w+(\(\))?", word):
+            assert word.removesuffix("()") in everywhere, word
 
 
 def graph(trees):
