@@ -41,7 +41,7 @@ _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
 #: Name -> the spec of the module when its callbacks ran. Each execution of a module has a new spec.
 _executed_specs: dict[str, Any] = {}
 _activated: set[str] = set()
-_missing: dict[str, list[str]] = {}
+_problems: dict[str, list[str]] = {}
 
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -90,11 +90,11 @@ def _run(callback: Callable[[ModuleType], object], module: ModuleType) -> None:
     try:
         callback(module)
     except Exception as error:
-        _note_missing(module.__name__, f"function of {module.__name__} that olmo-lns wraps ({one_line(error)})")
+        _note_problem(module.__name__, f"{module.__name__} could not be wrapped: {one_line(error)}")
 
 
-def _note_missing(name: str, text: str) -> None:
-    _missing.setdefault(name.partition(".")[0], []).append(text)
+def _note_problem(name: str, text: str) -> None:
+    _problems.setdefault(name.partition(".")[0], []).append(text)
 
 
 def _run_missed_callbacks() -> None:
@@ -177,8 +177,8 @@ def activate(framework: str) -> None:
             if followed.partition(".")[0] == framework:
                 on_import(followed, _register_follower)
     except Exception as error:
-        _note_missing(framework, f"working integration of olmo-lns ({one_line(error)})")
-        log.warning("olmo-lns does not change this %s: %s", framework, one_line(error))
+        _note_problem(framework, f"the integration of olmo-lns could not be loaded: {one_line(error)}")
+        log.warning("olmo-lns could not load its %s integration, and changes nothing: %s", framework, one_line(error))
 
 
 def _register_follower(module: ModuleType) -> None:
@@ -204,7 +204,7 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
         original = inspect.getattr_static(owner, name)
     except (ImportError, AttributeError) as error:
         if needed:
-            _note_missing(module_name, f"{path} ({one_line(error)})")
+            _note_problem(module_name, f"{path} was not found ({one_line(error)})")
         return False
     function = getattr(original, "__func__", original)
     if hasattr(function, MARKER):
@@ -229,12 +229,12 @@ def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
     :param modules: modules that contain such functions. They need not have been imported yet.
     :raises UpstreamChangedError: if a function or a module is missing. The message has its name.
     """
-    missing = [*_missing.get(framework, ()), *(f"module {name}" for name in modules if not _exists(name))]
-    if missing:
+    missing = [f"the module {name} was not found" for name in modules if not _exists(name)]
+    if problems := dict.fromkeys([*_problems.get(framework, ()), *missing]):
         raise UpstreamChangedError(
-            f"a scheme was selected, but this {framework} has no {', '.join(dict.fromkeys(missing))}. This version "
-            f"may have moved it: install another version of {framework} or a newer olmo-lns, or set {DISABLE}=1 to "
-            "run without a scheme."
+            f"A scheme was selected, but this {framework} cannot run it: {'; '.join(problems)}. The framework may have "
+            f"moved what olmo-lns wraps. Install another version of {framework} or a newer olmo-lns, or set "
+            f"{DISABLE}=1 to run without a scheme."
         )
 
 

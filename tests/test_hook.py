@@ -208,7 +208,7 @@ class Upstream:
 def upstream(tmp_path, monkeypatch):
     (tmp_path / "lns_fake_upstream.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(hook, "_missing", {})
+    monkeypatch.setattr(hook, "_problems", {})
     import lns_fake_upstream
 
     yield lns_fake_upstream
@@ -233,5 +233,7 @@ def test_a_missing_function_is_named_where_a_scheme_is_selected_if_it_is_needed(
     assert not hook.wrap("lns_fake_upstream:Upstream.gone", doubled, needed=False)
     hook.require_wrapped("lns_fake_upstream")
     assert not hook.wrap("lns_fake_upstream:Gone.method", doubled)
-    with pytest.raises(UpstreamChangedError, match="this lns_fake_upstream has no lns_fake_upstream:Gone.method"):
+    with pytest.raises(
+        UpstreamChangedError, match="this lns_fake_upstream cannot run it: lns_fake_upstream:Gone.method was not found"
+    ):
         hook.require_wrapped("lns_fake_upstream")

@@ -80,7 +80,7 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
 
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(hook, "_missing", {})
+    monkeypatch.setattr(hook, "_problems", {})
     hook.wrap("megatron.core.models.gpt.gpt_model:GPTModel.build_layers", megatron_model.wrap_model_init)
     assert tiny.scaled_norms(tiny.build(tiny.config())) == []
     with pytest.raises(UpstreamChangedError, match=r"GPTModel.build_layers"):

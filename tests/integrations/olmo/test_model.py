@@ -53,9 +53,11 @@ def test_logits_and_gradients_are_those_of_a_hooked_stock_model(kind, affine, bl
 
 
 def test_a_part_that_is_not_there_is_an_error_only_where_a_scheme_is_selected(monkeypatch):
-    monkeypatch.setattr(hook, "_missing", {"olmo": ["olmo.model:OLMo.reset_parameters"]})
+    monkeypatch.setattr(hook, "_problems", {"olmo": ["olmo.model:OLMo.reset_parameters was not found"]})
     OLMo(model_config(layer_norm_type="rms"))
-    with pytest.raises(UpstreamChangedError, match="this olmo has no olmo.model:OLMo.reset_parameters"):
+    with pytest.raises(
+        UpstreamChangedError, match="this olmo cannot run it: olmo.model:OLMo.reset_parameters was not found"
+    ):
         OLMo(model_config(layer_norm_type="lns_rms"))
 
 
