@@ -49,6 +49,7 @@ def imported(tree):
             assert node.level == 0 and node.module, "relative imports are not used here"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            assert not any("olmo_lns" in ast.unparse(word) for word in node.args if isinstance(word, ast.JoinedStr))
             yield from (str(word.value) for word in node.args if isinstance(word, ast.Constant))
 
 

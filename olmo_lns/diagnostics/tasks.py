@@ -13,7 +13,7 @@ from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 
 if TYPE_CHECKING:
-    from olmo_lns.export.open import Opened
+    from olmo_lns.export.opened import Opened
 
 #: Metrics in order of preference.
 PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")

@@ -12,7 +12,8 @@ import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
-from olmo_lns.export.open import Opened, format_module
+from olmo_lns.export.open import format_module
+from olmo_lns.export.opened import Opened
 from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer

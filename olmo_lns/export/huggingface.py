@@ -12,7 +12,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
-from olmo_lns.export.open import Opened, reporting_load_errors
+from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
 from olmo_lns.export.spellings import rewrite_config
 from olmo_lns.integrations.transformers.spellings import with_all_spellings

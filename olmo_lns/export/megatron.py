@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
-from olmo_lns.export.open import Opened, reporting_load_errors
+from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.folding import check_finite, multiplied
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import LNS, PRE_LN, Scheme

@@ -14,7 +14,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
-from olmo_lns.export.open import Opened, load_state, reporting_load_errors
+from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 

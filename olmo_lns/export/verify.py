@@ -13,7 +13,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, MEGATRON, receipt
 from olmo_lns.export.convert import OUTPUT_FORMATS, convert
 from olmo_lns.export.huggingface import logits, prompt
-from olmo_lns.export.open import Opened, open_checkpoint
+from olmo_lns.export.open import open_checkpoint
+from olmo_lns.export.opened import Opened
 from olmo_lns.schemes import Scheme
 
 #: Number of random prompts.

@@ -6,27 +6,33 @@ complete model is counted, its fresh weights are measured, and a checkpoint's ``
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 from olmo_lns.hook import on_import, wrap
 
 __all__ = ["register"]
 
-#: Module of OLMo-core -> the wrapped function, and the module and name of its wrapper.
-_WRAPPED = {
-    "olmo_core.nn.transformer.config": ("TransformerConfig.build", "model", "wrap_build"),
-    "olmo_core.nn.transformer.model": ("Transformer.init_weights", "model", "wrap_init_weights"),
-    "olmo_core.train.checkpoint": ("Checkpointer.load", "checkpoint", "wrap_load"),
-}
-
 
 def register() -> None:
     """Arrange that models and checkpoints are checked once OLMo-core's modules are imported. Idempotent."""
-    for name in _WRAPPED:
-        on_import(name, _wrap)
+    on_import("olmo_core.nn.transformer.config", _wrap_config)
+    on_import("olmo_core.nn.transformer.model", _wrap_model)
+    on_import("olmo_core.train.checkpoint", _wrap_checkpointer)
 
 
-def _wrap(module: ModuleType) -> None:
-    path, ours, name = _WRAPPED[module.__name__]
-    wrap(f"{module.__name__}:{path}", getattr(importlib.import_module(f"{__name__}.{ours}"), name))
+def _wrap_config(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_build
+
+    wrap("olmo_core.nn.transformer.config:TransformerConfig.build", wrap_build)
+
+
+def _wrap_model(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_init_weights
+
+    wrap("olmo_core.nn.transformer.model:Transformer.init_weights", wrap_init_weights)
+
+
+def _wrap_checkpointer(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.checkpoint import wrap_load
+
+    wrap("olmo_core.train.checkpoint:Checkpointer.load", wrap_load)

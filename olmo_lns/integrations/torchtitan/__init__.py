@@ -7,33 +7,36 @@ requested, and that a checkpoint has the scheme of the run.
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 from olmo_lns.hook import on_import, wrap
 
 __all__ = ["register"]
 
-#: Module of torchtitan -> the wrapped functions, each with the module and name of its wrapper.
-_WRAPPED = {
-    "torchtitan.models.common.decoder": {
-        "Decoder.__init__": ("model", "wrap_init"),
-        "Decoder.init_states": ("initialization", "wrap_init_states"),
-    },
-    "torchtitan.trainer": {"Trainer.train": ("model", "wrap_train")},
-    "torchtitan.components.checkpointer.dcp": {
-        "CheckpointManager.dcp_save": ("checkpoint", "wrap_save"),
-        "CheckpointManager.dcp_load": ("checkpoint", "wrap_load"),
-    },
-}
-
 
 def register() -> None:
     """Arrange that models and checkpoints follow a scheme once torchtitan's modules are imported. Idempotent."""
-    for name in _WRAPPED:
-        on_import(name, _wrap)
+    on_import("torchtitan.models.common.decoder", _wrap_decoder)
+    on_import("torchtitan.trainer", _wrap_trainer)
+    on_import("torchtitan.components.checkpointer.dcp", _wrap_checkpoints)
 
 
-def _wrap(module: ModuleType) -> None:
-    for path, (ours, name) in _WRAPPED[module.__name__].items():
-        wrap(f"{module.__name__}:{path}", getattr(importlib.import_module(f"{__name__}.{ours}"), name))
+def _wrap_decoder(module: ModuleType) -> None:
+    from olmo_lns.integrations.torchtitan.initialization import wrap_init_states
+    from olmo_lns.integrations.torchtitan.model import wrap_init
+
+    wrap("torchtitan.models.common.decoder:Decoder.__init__", wrap_init)
+    wrap("torchtitan.models.common.decoder:Decoder.init_states", wrap_init_states)
+
+
+def _wrap_trainer(module: ModuleType) -> None:
+    from olmo_lns.integrations.torchtitan.model import wrap_train
+
+    wrap("torchtitan.trainer:Trainer.train", wrap_train)
+
+
+def _wrap_checkpoints(module: ModuleType) -> None:
+    from olmo_lns.integrations.torchtitan.checkpoint import wrap_load, wrap_save
+
+    wrap("torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_save", wrap_save)
+    wrap("torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load", wrap_load)
