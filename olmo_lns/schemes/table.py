@@ -37,10 +37,12 @@ def _start(value: float) -> None:
         raise ValueError(f"expected a number >= 0, found {value!r}")
 
 
-EXPONENT = Parameter(DEFAULT_EXPONENT, _exponent, "p of the factor layer_number ** -p; 0.5 is the paper's")
-ALPHA = Parameter(0.25, _share, "share of the blocks, from the first, that are Post-LN; round(alpha * L), half up")
-GROUPS = Parameter(8, _count, "groups of d_model / groups channels over which a norm's statistics are taken")
-START = Parameter(0.0, _start, "first value of the learned factor; 0 is the scheme's own formula")
+EXPONENT = Parameter(DEFAULT_EXPONENT, _exponent, "exponent p of the factor layer_number ** -p; the paper has 0.5")
+ALPHA = Parameter(
+    0.25, _share, "share of the blocks that are Post-LN, from the first: round(alpha * L), where a half is rounded up"
+)
+GROUPS = Parameter(8, _count, "number of groups of channels; a norm takes its statistics over each group")
+START = Parameter(0.0, _start, "first value of the learned factor; 0 stands for the formula of the scheme")
 
 _Plan = Callable[..., Plan]
 _POST_LN = Plan(pre=False, post=True)
@@ -67,16 +69,16 @@ def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
 
 
 def _mix_ln(layer_number: int, n_layers: int, sub_layer: str, *, alpha: float) -> Plan:
-    """Post-LN in the first round(alpha * L) blocks (half up), Pre-LN above; alpha 0.25, 0.0625 for 7B (table 7)."""
+    """Post-LN in the first round(alpha * L) blocks, then Pre-LN. The paper has alpha 0.25, and 0.0625 for its 7B."""
     # In decimal arithmetic: in floats 0.29 * 50 is less than 14.5.
     posts = (Decimal(str(alpha)) * n_layers).to_integral_value(ROUND_HALF_UP)
     return _POST_LN if layer_number <= posts else Plan()
 
 
 def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """N((2L)^(1/4) x + f(x)); v, o and both feed-forward matrices are drawn times (8L)^(-1/4).
+    """N((2L)^(1/4) x + f(x)), where v, o and both feed-forward matrices are drawn times (8L)^(-1/4).
 
-    arXiv 2203.00555, decoder-only. The LNS and Mix-LN papers' code draws with the inverse of this gain.
+    The source is arXiv 2203.00555, decoder-only. The code of the LNS and Mix-LN papers draws with the inverse gain.
     """
     gain = (8 * n_layers) ** -0.25
     factors = tuple((role, gain) for role in ("v", "o", "ff_in", "ff_out"))
@@ -84,9 +86,9 @@ def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
 
 
 def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """N(w * x + f(x)), w a learned vector from sqrt((2L + 1) / ln(2L + 1) - 1).
+    """N(w * x + f(x)), where w is a learned vector that starts at sqrt((2L + 1) / ln(2L + 1) - 1).
 
-    arXiv 2004.08249 in the closed form of its authors' admin-torch; the profiling pass is not implemented.
+    The source is arXiv 2004.08249, in the closed form of its authors' admin-torch, without the profiling pass.
     """
     sub_layers = 2 * n_layers
     start = math.sqrt((sub_layers + 1) / math.log(sub_layers + 1) - 1)
@@ -94,21 +96,27 @@ def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
 
 
 def _group_ln(layer_number: int, n_layers: int, sub_layer: str, *, groups: int) -> Plan:
-    """x + f(G(x)), G a norm over groups of channels of one token, with one gain per channel.
+    """x + f(G(x)), where G is a norm over groups of channels of one token, with one gain per channel.
 
-    The papers' code takes the statistics over all tokens of the sequence, future ones included; this is causal.
+    The papers' code takes the statistics over all tokens of the sequence, including future ones. This scheme is causal.
     """
     return Plan(groups=groups)
 
 
 def _layer_scale(layer_number: int, n_layers: int, sub_layer: str, *, start: float) -> Plan:
-    """x + g * f(N(x)), g a learned vector from 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 above (arXiv 2103.17239)."""
+    """x + g * f(N(x)), where g is a learned vector (arXiv 2103.17239).
+
+    It starts at 0.1 in models of up to 18 blocks, at 1e-5 up to 24, and at 1e-6 above.
+    """
     by_depth = 0.1 if n_layers <= 18 else 1e-5 if n_layers <= 24 else 1e-6
     return Plan(gate=Learned(per_channel=True, start=start or by_depth))
 
 
 def _skip_init(layer_number: int, n_layers: int, sub_layer: str, *, start: float) -> Plan:
-    """x + a f(N(x)), a one learned number from 1/sqrt(L) (arXiv 2002.10444; 0.001 in the papers' code)."""
+    """x + a f(N(x)), where a is one learned number (arXiv 2002.10444).
+
+    It starts at 1/sqrt(L). In the papers' code it starts at 0.001.
+    """
     return Plan(gate=Learned(per_channel=False, start=start or n_layers**-0.5))
 
 
@@ -141,7 +149,7 @@ _source = f"{_LNS_PAPER}, table 7, made causal"
 _row("groupln", "Group-LN", "Group-LN", _group_ln, _source, parameters={"groups": GROUPS})
 _row("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", parameters={"start": START})
 _row("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", parameters={"start": START})
-# x + f(N(x / sqrt(l))): Pre-LN but for the norm's eps, since a norm cancels a factor
+# x + f(N(x / sqrt(l))): differs from Pre-LN only by the norm's eps, because a norm cancels a factor
 _row("lnsbefore", "LNS before the norm", "LNS before LN", _with_factor("pre_scale"), _TABLE_8, parameters=_P)
 # x + f(N(x)) / sqrt(l), in both sub-layers or one
 _plan = _with_factor("branch_scale")
