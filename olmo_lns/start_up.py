@@ -24,7 +24,7 @@ def start_up_line(
     :param local: the part of the model in this process, if it is not the whole model.
     :param initialization: text for the initialization: ``"scaled initialization off"``.
 
-    Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
+    Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: sites, output``.
     """
     scheme = sites.read_back(model)
     norms = scheme.norm_count(n_layers)

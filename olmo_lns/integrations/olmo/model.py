@@ -68,7 +68,7 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
             blocks.check_forward(block, f"block {number}", only_scales_norms=only_scales_norms)
             blocks.apply_scheme(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
-        measured = ["output", "gradient", "block"] if only_scales_norms else ["block"]
+        measured = ["sites", "output", "gradient"] if only_scales_norms else ["block"]
     model.lns_initialization = initialization
     if weights_drawn and _finish_draw(model):
         measured.append("initialization")

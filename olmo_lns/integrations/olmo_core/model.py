@@ -50,7 +50,7 @@ def report(model: Any, n_layers: int) -> None:
     line = start_up.start_up_line(
         model,
         n_layers,
-        measured=["output", "gradient", f"not the block ({not_run[0]})" if not_run else "block"],
+        measured=[f"not the sites ({not_run[0]})" if not_run else "sites", "output", "gradient"],
         norm=next(type(module).__name__ for _, module, _ in sites.in_model(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),

@@ -83,7 +83,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
     line = start_up.start_up_line(
         decoder,
         n_layers,
-        measured=["output", "gradient", "block"],
+        measured=["sites", "output", "gradient"],
         norm=type(norm).__name__,
         initialization="scaled initialization " + ("off" if request.plain else "kept"),
     )

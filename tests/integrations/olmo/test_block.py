@@ -198,7 +198,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("lns_rms", "LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch (no CUDA device is visible); scaled initialization off (init_fn mitchell); measured: output, gradient, block, initialization"),
+        ("lns_rms", "LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch (no CUDA device is visible); scaled initialization off (init_fn mitchell); measured: sites, output, gradient, initialization"),
         ("lnsafterff_rms", "LNS after feed-forward on: 8 norms (lnsafterff_rms); branch_scale = 1 (block 1) to 0.5 (block 4), ff only; exponent 0.5; scaled initialization off (init_fn mitchell); measured: block, initialization"),
     ],
 )  # fmt: skip

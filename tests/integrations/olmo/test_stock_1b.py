@@ -41,7 +41,7 @@ def test_the_stock_1b_trains_under_the_flags_of_the_guide_and_its_export_is_veri
         assert cli.main(["train", str(config), *flags]) == 0
     assert "LayerNorm Scaling on: 8 norms (lns_default); s = 1 (block 1) to 0.5 (block 4)" in caplog.text
     assert (
-        "scaled initialization off (init_fn normal); measured: output, gradient, block, initialization" in caplog.text
+        "scaled initialization off (init_fn normal); measured: sites, output, gradient, initialization" in caplog.text
     )
     folder, ids = tmp_path / "run" / "step4-unsharded", tokens(length=16)
     assert "layer_norm_type: lns_default" in (folder / "config.yaml").read_text()

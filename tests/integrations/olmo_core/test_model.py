@@ -45,7 +45,7 @@ def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog)
         small.model(apply(copy.deepcopy(config)))
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
         kept = small.model(apply(copy.deepcopy(config), initialization="upstream"), seed=None)
-    assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: output, gradient, block" in caplog.text
+    assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: sites, output, gradient" in caplog.text
     assert "scaled initialization as upstream" in caplog.text
     stock = small.model(config, seed=None)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))

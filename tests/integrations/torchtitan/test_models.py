@@ -54,7 +54,7 @@ def test_the_log_has_the_start_up_line(caplog):
         titan.build("llama3", titan.LNS)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "olmo_lns"]
     assert line.startswith("LayerNorm Scaling on: 12 norms (RMSNorm); s = 1 (block 1) to 0.4082 (block 6)")
-    assert line.endswith("scaled initialization off; measured: output, gradient, block")
+    assert line.endswith("scaled initialization off; measured: sites, output, gradient")
 
 
 def test_measuring_leaves_the_random_state_of_the_run():
