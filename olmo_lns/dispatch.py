@@ -51,7 +51,8 @@ def apply(
     :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
         that runs the forward. The default is 8 random token ids.
     :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if
-        every norm that gets a factor has equal gains and biases, the same in all blocks.
+        every norm that gets a factor has equal gains and biases, the same in all blocks, and the matrices of the
+        blocks hold independent random numbers.
     :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
     :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
     :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 import statistics
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,10 @@ __all__ = [
     "mark_folded",
     "marked",
     "marks_restored_on_failure",
+    "matrices_of",
     "measure",
     "residual_projections",
-    "trained_norm",
+    "trained_part",
     "unmark",
 ]
 
@@ -42,6 +44,10 @@ __all__ = [
 _MEASURABLE = 1000
 #: Of many parameters whose names differ in numbers only, so many that have an effect are examined from either end.
 _FEW = 2
+#: Matrices that are examined for training, the size of the part of each, and of the smallest matrix.
+_SAMPLED, _PART, _SMALLEST = 16, 512, 32
+#: Random matrices have a largest singular value of up to 1.02 times the expected one, trained ones of more.
+_RANDOM = 1.1
 #: What :func:`mark` records on modules.
 _MARKS = ("lns_matrices", "lns_norm")
 #: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
@@ -312,10 +318,11 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
     for module in model.modules():
         if "lns_norm" in vars(module):
             norms[vars(module)["lns_norm"]].append(module)
-    if name := trained_norm(norms):
+    if part := trained_part(norms, [(matrix.name, parameter) for matrix, parameter in marked(model)]):
         raise LNSConfigError(
-            f"{type(model).__name__}: the weights of its norm {name} are not at their start, so the model was trained "
-            "before. plain_initialization expects freshly drawn weights. Build a new model."
+            f"{type(model).__name__}: {part}, so the model was trained before. plain_initialization expects freshly "
+            "drawn weights. Build a new model. If it is new, its initialization passes over the scaled norms: compare "
+            "with isinstance(module, …) there, since their class is a subclass of the norm's."
         )
     if found.rule is None:
         raise LNSConfigError(
@@ -429,15 +436,31 @@ def _multiply(parameter: torch.Tensor, factor: float) -> None:
                 tensor.mul_(factor)
 
 
-def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
-    """Return the name of a norm whose gain or bias is not at its start, or ``""``.
+def trained_part(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tuple[str, torch.Tensor]] = ()) -> str:
+    """Say by which of its weights a model was trained, as the subject and verb of a sentence, or return ``""``.
 
-    A fresh norm has equal gains, in all blocks. Different gains were trained, or hold a factor, as after a fold.
+    A fresh norm has equal gains, in all blocks. Different gains were trained, or hold a factor, as after a fold. A
+    fresh matrix holds independent random numbers. Its largest singular value is then that of the Marchenko-Pastur law
+    (1967), and training raises it above that. This shows what gains do not: norms without them, and gains that bf16
+    kept at 1. Two kinds of weights pass as fresh: those of a few dozen steps, and matrices of fewer than 32 rows or
+    columns.
 
     :param norms: name in the block -> that norm in all blocks. Weights on the meta device tell nothing. If they are
         sharded, every process must call this. A norm without weights that :func:`mark_folded` marked is not at its
         start either.
+    :param matrices: name in its block and each of the parameters to be examined, from :func:`matrices_of`. Vectors,
+        shards, and partitioned or quantized weights are left out.
+
+    Example: ``trained_part({"norm1": [block.norm1 for block in model.blocks]}, matrices_of(model.blocks))``.
     """
+    if name := _trained_norm(norms):
+        return f"the weights of its norm {name} are not at their start"
+    if name := _trained_matrix(matrices):
+        return f"its matrices, such as {name}, are not independent random numbers"
+    return ""
+
+
+def _trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
     for name, each in norms.items():
         if any("lns_folded" in vars(norm) for norm in each):
             return name
@@ -457,6 +480,49 @@ def trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
         if any(len(values) > 1 for values in starts.values()):
             return name
     return ""
+
+
+def matrices_of(blocks: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Return the name in its block and the value of each parameter with two dimensions or more."""
+    return [(name, p) for block in blocks for name, p in block.named_parameters() if p.dim() > 1]
+
+
+def _trained_matrix(matrices: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the name of a matrix in its block if a third of the matrices is not random, or ``""``.
+
+    One kind of matrix in a block may start with a structure, such as a table of positions.
+    """
+    unique = {id(p): (name, p) for name, p in matrices}
+    candidates = [
+        (name, p) for name, p in unique.values() if p.dim() > 1 and type(p.data) is torch.Tensor and not p.is_meta
+    ]
+    ratios: dict[str, float] = {}
+    count = exceeding = 0
+    for name, parameter in random.Random(0).sample(candidates, len(candidates)):
+        if (ratio := _excess(parameter.detach())) is not None:
+            ratios[name] = max(ratio, ratios.get(name, 0.0))
+            count += 1
+            exceeding += ratio > _RANDOM
+        if count == _SAMPLED:
+            break
+    return max(ratios, key=lambda name: ratios[name]) if count and 3 * exceeding >= count else ""
+
+
+def _excess(matrix: torch.Tensor) -> float | None:
+    """Return the largest singular value relative to that of random numbers, of a part of a matrix; None if too small.
+
+    Rows and columns are brought to one size before, since parts of a fused matrix may be drawn at different sizes, and
+    padding is zero.
+    """
+    while matrix.dim() > 2:  # the first expert, or all of a kernel
+        matrix = matrix.flatten(1) if matrix.shape[-1] < _SMALLEST else matrix[0]
+    part = matrix[:_PART, :_PART].to("cpu", torch.float32)  # SVD takes no half precision
+    part = part[part.square().sum(1) > 0][:, part.square().sum(0) > 0]
+    if min(part.shape) < _SMALLEST or not bool(part.isfinite().all()) or bool((part == part[0, 0]).all()):
+        return None
+    part = part / part.square().mean(1, keepdim=True).sqrt()
+    part = part / part.square().mean(0, keepdim=True).sqrt()
+    return float(torch.linalg.matrix_norm(part, 2)) / (math.sqrt(part.shape[0]) + math.sqrt(part.shape[1]))
 
 
 def mark_folded(norm: nn.Module) -> None:

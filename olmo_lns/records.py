@@ -118,24 +118,23 @@ def require_same(
     raise CheckpointMismatchError(f"{message} {remedy}, or set {settings.ALLOW_MISMATCH}=1 to load it anyway.")
 
 
-def require_fresh(trained_norm: str, running: Scheme, *, source: object, trained: bool | None) -> None:
+def require_fresh(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
     """Refuse weights that were trained before a scheme is applied to their model. All integrations share this rule.
 
-    :param trained_norm: a norm whose weights are not at their start, from
-        :func:`olmo_lns.initialization.trained_norm`; ``""`` for fresh weights.
+    :param trained_part: from :func:`olmo_lns.initialization.trained_part`; ``""`` for fresh weights.
     :param trained: True: the weights were trained under ``running``. False: they are fresh. None: not said.
     :raises CheckpointMismatchError: trained weights, ``trained`` is None and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
     """
-    if not trained_norm or trained is not None:
+    if not trained_part or trained is not None:
         return
     message = (
-        f"{source}: the weights of its norm {trained_norm} are not at their start, so the model was trained before, or "
-        f"its weights hold a factor. {running} expects fresh weights, or weights that were trained under {running}."
+        f"{source}: {trained_part}, so the model was trained before, or its weights hold a factor. {running} expects "
+        f"fresh weights, or weights that were trained under {running}."
     )
     if settings.is_set(settings.ALLOW_MISMATCH):
         log.warning("%s It is applied anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
         return
     raise CheckpointMismatchError(
-        f"{message} If they were, apply it with trained=True. If these norms start in this way, use trained=False. "
+        f"{message} If they were, apply it with trained=True. If these weights start in this way, use trained=False. "
         f"{settings.ALLOW_MISMATCH}=1 applies it to any weights."
     )

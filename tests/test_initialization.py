@@ -523,6 +523,72 @@ def test_trained_gains_of_any_shape_are_refused():
     olmo_lns.apply(Model(norm=ImageGain))
 
 
+class WithoutGain(Model):
+    """A model of blocks whose norms have no gain, as OLMo's 1B."""
+
+    def __init__(self, **options):
+        super().__init__(norm=lambda width: nn.LayerNorm(width, elementwise_affine=False), **options)
+
+
+def trained_by_steps(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        logits = model(IDS)
+        F.cross_entropy(logits.flatten(0, 1), IDS.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_trained_matrices_are_refused_where_norms_have_no_gain(capfd):
+    model = trained_by_steps(draw(WithoutGain(), constant))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"its matrices, such as \w+\.weight, are not independent.*trained=True"
+    ):
+        olmo_lns.apply(model)
+    with pytest.raises(LNSConfigError, match="are not independent random numbers, so the model was trained before"):
+        olmo_lns.plain_initialization(model)
+    olmo_lns.apply(model, trained=True)
+    assert "initialization" not in capfd.readouterr().err
+    olmo_lns.apply(WithoutGain())
+
+
+def fused(weight):
+    """Queries, keys and values at three sizes, and padding."""
+    nn.init.normal_(weight)
+    with torch.no_grad():
+        for number, part in enumerate(weight.chunk(4)):
+            part.mul_(number)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        nn.init.normal_,
+        nn.init.xavier_uniform_,
+        nn.init.trunc_normal_,
+        nn.init.orthogonal_,
+        nn.init.eye_,
+        nn.init.zeros_,
+        lambda weight: nn.init.constant_(weight, 0.5),
+        lambda weight: nn.init.sparse_(weight, 0.5),
+        fused,
+    ],
+)
+def test_fresh_matrices_of_any_kind_are_fresh(fill):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 192, dtype=torch.bfloat16 if fill is nn.init.normal_ else None)
+    fill(linear.weight)
+    assert not initialization.trained_part({}, initialization.matrices_of([linear]))
+
+
+def test_one_structured_matrix_of_a_block_is_no_training():
+    torch.manual_seed(0)
+    block = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkvo"})
+    block["table"] = nn.Embedding.from_pretrained(torch.arange(64.0).expand(64, 64))
+    assert not initialization.trained_part({}, initialization.matrices_of([block]))
+
+
 def test_a_refusal_leaves_no_marks():
     model = wide(wang)
     with pytest.raises(LNSConfigError):

@@ -461,9 +461,10 @@ def attach(
     norms = {name: model.get_submodule(name) for names in located.norms for name in names}
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
-        name = initialization.trained_norm(located.norms_of(model))
+        matrices = initialization.matrices_of(located.blocks_of(model))
+        part = initialization.trained_part(located.norms_of(model), matrices)
         source = getattr(model, "name_or_path", "") or type(model).__name__
-        records.require_fresh(name, scheme, source=source, trained=trained)
+        records.require_fresh(part, scheme, source=source, trained=trained)
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         if located.projections:
             initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
@@ -494,7 +495,8 @@ def describe_initialization(model: nn.Module, located: Located) -> str:
     """Return the text of the start-up line on the initialization; ``""`` for trained weights."""
     if located.projections and any(map(shadow.is_absent, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
-    trained = initialization.trained_norm(located.norms_of(model))
+    matrices = initialization.matrices_of(located.blocks_of(model))
+    trained = initialization.trained_part(located.norms_of(model), matrices)
     return "" if trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from olmo_lns import records, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.initialization import check_drawn, trained_norm
+from olmo_lns.initialization import check_drawn, matrices_of, trained_part
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
 from olmo_lns.integrations.megatron.configs import BYPASSED, check_config
@@ -82,7 +82,8 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
     if not drawn:
         by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
         kind = type(model).__name__
-        records.require_fresh(trained_norm(by_sub_layer), selection.scheme, source=kind, trained=trained)
+        part = trained_part(by_sub_layer, matrices_of(layers))
+        records.require_fresh(part, selection.scheme, source=kind, trained=trained)
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
             site = sites.Site(selection.scheme, number, blocks, sub_layer)

@@ -425,7 +425,8 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
     :raises MeasurementError: a family that is known to have the factor draws by another rule.
     """
-    if drawing.trained_norm(located.norms_of(model)):  # such as weights that load_state_dict filled
+    matrices = drawing.matrices_of(located.blocks_of(model))
+    if drawing.trained_part(located.norms_of(model), matrices):  # such as weights that load_state_dict filled
         return ""
     found = drawing.measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
