@@ -26,6 +26,11 @@ from olmo_lns.schemes import Plan
 class PicklableSubclass:
     """Mixin that makes a class of :func:`picklable_subclass` picklable."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        # A framework's class may register its subclasses by name. A class of picklable_subclass is no new one.
+        if "lns_bases" not in vars(cls):
+            super().__init_subclass__(**options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, stock = type(self).__dict__.get("lns_bases", (None, None))
         if mixin is None:

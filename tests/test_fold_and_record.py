@@ -306,3 +306,23 @@ def test_a_model_with_a_replaced_norm_has_no_record():
     model.layers[2].n1 = nn.LayerNorm(kinds.D)
     with pytest.raises(LNSError, match="7 of 8 sub-layers"):
         olmo_lns.record(model)
+
+
+class Registered(nn.RMSNorm):
+    """Keeps its subclasses by name, and requires a keyword of each."""
+
+    classes: dict[tuple[str, str], type] = {}
+
+    def __init_subclass__(cls, *, kind, **options):
+        super().__init_subclass__(**options)
+        Registered.classes[kind, cls.__name__] = cls
+
+
+class Small(Registered, kind="norm"):
+    pass
+
+
+def test_a_registry_of_subclasses_keeps_the_stock_class():
+    olmo_lns.apply(Model(norm=lambda width: Small(width)), example=IDS)
+    assert Registered.classes == {("norm", "Small"): Small}
+    Model(norm=Registered.classes["norm", "Small"])(IDS)
