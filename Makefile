@@ -6,20 +6,16 @@
 #                GB. A CPU build has some 200 MB: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   PYTHON=path  interpreter for a new environment: Python 3.10 to 3.12 with OLMo, 3.10 or later without.
 #   WORKERS=n    processes that run the tests (default 2, for two cores).
-#   FRAMEWORK=olmo-core   set up OLMo-core. It cannot be installed beside OLMo, so pass another VENV.
+#   FRAMEWORK=olmo-core   set up OLMo-core and torchtitan. They cannot be installed beside OLMo, so pass another VENV.
 #   FRAMEWORK=no-olmo     set up everything but OLMo, for Python 3.13 and later. Pass another VENV.
 
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 FRAMEWORK   ?=
 ifeq ($(FRAMEWORK),olmo-core)
-EXTRAS ?= olmo-core,analysis,sft,test
+EXTRAS ?= olmo-core,torchtitan,analysis,sft,test
 PINS   := constraints-olmo-core.txt
 PYTHONS := python3.11 python3.12 python3.13 python3.14 python3.10 python3
-else ifeq ($(FRAMEWORK),torchtitan)
-EXTRAS ?= torchtitan,hf,test
-PINS   := constraints-torchtitan.txt
-PYTHONS := python3.11 python3.12
 else ifeq ($(FRAMEWORK),no-olmo)
 EXTRAS ?= megatron,analysis,study,eval,vision,test
 PINS   := constraints-olmo-core.txt
@@ -125,11 +121,12 @@ test-no-olmo:
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(NO_OLMO_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 		-m "not slow and not gpu" $(ARGS)
 
-# torchtitan needs datasets before 4.8, so it is tested in a separate environment. TORCHTITAN_SRC=path tests a checkout.
-test-torchtitan:
-	$(MAKE) setup FRAMEWORK=torchtitan VENV=.venv-torchtitan
-	PYTHONPATH=$(TORCHTITAN_SRC) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-torchtitan/bin/python -m pytest -q -n $(WORKERS) \
-		--dist loadfile -m "$(MARK)" tests/integrations/torchtitan $(ARGS)
+# torchtitan, in OLMo-core's environment. TORCHTITAN_SRC=path tests a checkout and installs what it requires.
+TORCHTITAN := $(abspath $(TORCHTITAN_SRC))
+test-torchtitan: setup-olmo-core
+	$(if $(TORCHTITAN),$(OLMO_CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCHTITAN)/requirements.txt)
+	PYTHONPATH=$(TORCHTITAN) TORCHTITAN_SRC=$(TORCHTITAN) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python \
+		-m pytest -q -n $(CORE_WORKERS) --dist loadfile -m "$(MARK)" tests/integrations/torchtitan $(ARGS)
 
 # The tests that need a GPU. Without a GPU they are skipped with the reason.
 test-gpu: $(SETUP)

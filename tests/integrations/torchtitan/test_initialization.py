@@ -63,6 +63,7 @@ def test_plain_initialization_equals_the_initialization_of_lns():
     assert not [m for m in plain.modules() if hasattr(m, "lns_scale")]
 
 
+@pytest.mark.slow
 def test_both_overrides_together_are_lns():
     both = titan.with_weights(titan.build("llama3", titan.LNS, titan.PLAIN))
     scaled = titan.with_weights(titan.build("llama3", titan.LNS))

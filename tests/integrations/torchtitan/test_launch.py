@@ -3,7 +3,6 @@
 import pytest
 
 pytest.importorskip("torchtitan.config.override", reason="needs torchtitan 0.3 (make test-torchtitan)")
-pytest.importorskip("torchtitan.components.dataloader", reason="newer torchtitan reads its data by Grain")
 
 from support import torchtitan_launch as launches
 from support.torchtitan_launch import Launch
@@ -65,7 +64,11 @@ def test_one_process_trains_what_hooks_train(folder, name):
 LAYOUTS = {
     "FSDP": ("--parallelism.data_parallel_shard_degree", "2"),
     "tensor and sequence parallelism": ("--parallelism.tensor_parallel_degree", "2"),
-    "pipeline": ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "1F1B"),
+    # Two stages a process, so that the blocks of a process are not consecutive.
+    "pipeline": (
+        *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+        "--training.disable_cuda_graphs",
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 #: Family and flavor. gpt_oss is built only: its mixture adds bf16 to fp32 on a CPU, which fails in stock torchtitan, too.
 DECODERS = [
     ("llama3", "debugmodel"),
-    ("qwen3", "debugmodel"),
+    pytest.param("qwen3", "debugmodel", marks=pytest.mark.slow),
     pytest.param("qwen3", "debugmodel_moe", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "debugmodel", marks=pytest.mark.slow),
 ]

@@ -30,6 +30,7 @@ def commands():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", commands(), ids=lambda arguments: arguments[-1].rpartition(".")[2])
 def test_a_command_of_the_guide_builds_its_model(arguments, monkeypatch):
     import torchtitan.tools.utils as utils

@@ -9,6 +9,7 @@ is PyTorch's scaled dot-product attention. The block mask of a text is causal; t
 """
 
 import atexit
+import inspect
 import os
 import site
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch._utils
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
 
 if "TORCHTITAN_SITE" in os.environ:
@@ -56,6 +58,17 @@ def _divide_by_sum(self, factor):
 FSDPModule.set_gradient_divide_factor = _divide_by_sum
 # Newer than torch 2.13; torchtitan calls it after the first step.
 torch.distributed.set_timeout = getattr(torch.distributed, "set_timeout", lambda timeout, group: None)
+
+
+def _step(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+    for stage in self._stages:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+
+if "arg_mbs" not in inspect.signature(PipelineScheduleMulti.step).parameters:
+    PipelineScheduleMulti.step = _step  # newer than torch 2.13: torchtitan divides its batch into microbatches
 
 
 def _with_hooks(init):
