@@ -44,7 +44,10 @@ def test_the_flag_trains_what_hooks_train_and_without_it_nothing_changes(folder)
 OTHERS = {
     "full activation checkpointing": (("--training.steps", "2", "activation_checkpoint:full"), "Applied FullAC"),
     # Without Inductor, which compiles C++ for minutes.
-    "compile": (("--compile.enable", "--compile.backend", "aot_eager"), "Compiling each TransformerBlock with torch.compile"),
+    "compile": (
+        ("--compile.enable", "--compile.backend", "aot_eager"),
+        "Compiling each TransformerBlock with torch.compile",
+    ),
 }
 
 
