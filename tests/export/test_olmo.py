@@ -76,7 +76,7 @@ def _mixed(layer_number, n_layers, sub_layer):
     """Every factor that a Pre-LN block has room for, in one scheme; its blocks multiply what their norms return."""
     if sub_layer == "attn":
         return Plan(norm_scale=layer_number**-0.5, branch_scale=0.7, gate=Learned(per_channel=True, start=0.9))
-    return Plan(norm_scale=0.8, gains=(("ff_in", 2.0),))
+    return Plan(norm_scale=0.8, init_factors=(("ff_in", 2.0),))
 
 
 @pytest.mark.parametrize("base", ["rms", "default"])
