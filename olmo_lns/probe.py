@@ -277,7 +277,7 @@ class Replay:
         leaves = {
             name: module
             for name, module in self.block.named_modules()
-            if name and is_leaf(module) and _has_vectors_only(module)
+            if name and (is_leaf(module) or module._parameters) and _has_vectors_only(module)
         }
 
         def note(name: str) -> _Hook:
@@ -298,7 +298,7 @@ class Replay:
                 self.norms[name] = leaves[name]
             if len(norm_calls) == 1:
                 self.all_norms[name], self.held[name] = leaves[name], self.draw(y)
-        # A norm may hold another one, whose output it multiplies by its gain.
+        # A norm may hold another one, to whose output it applies its own gain or bias.
         for inner in [name for name in calls_by_name if self._outer_norm(name)]:
             for found in (self.norms, self.all_norms, self.held):
                 found.pop(inner, None)
@@ -384,6 +384,13 @@ class Replay:
             if len(inputs) != len(expected_inputs) or not all(self._equal(a, b) for a, b in pairs):
                 return False
         return True
+
+    def equals_scaled(self, like: BlockSites, factor: float) -> bool:
+        """Return true if this block is one built alike that multiplies its norms' outputs by ``factor`` itself."""
+        self.held, self.x, self.names = like.replay.held, like.replay.x, like.names
+        divided = {self.norms[name]: lambda y: y / factor for name in like.names if name in self.norms}
+        with torch.no_grad():
+            return self._equal(self.run(self.x, self.names, divided)[0], like.replay.moved())
 
     @contextmanager
     def _training(self, trains: bool) -> Iterator[None]:

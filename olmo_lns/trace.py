@@ -66,7 +66,7 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
             if call is not None and stream is not None:
                 trace.outputs[module] = stream
         value = next(iter((*args, *kwargs.values())), None)
-        if torch.is_tensor(value) and probe.is_leaf(module):
+        if torch.is_tensor(value) and (probe.is_leaf(module) or module._parameters):
             trace.shapes[module] = tuple(value.shape)
 
     watched = [

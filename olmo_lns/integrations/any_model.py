@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
@@ -322,6 +323,7 @@ def _probe_blocks(
 ) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
     """Return the norms of each block, the probe of one block of each structure, and each block's projections."""
     by_structure: dict[Any, tuple[nn.Module, probe.BlockSites]] = {}
+    numbers: dict[Any, int] = {}
     norms: list[tuple[nn.Module, ...]] = []
     projections: list[Mapping[str, int]] = []
     for number, (block, pair) in enumerate(zip(stack, pairs, strict=True), start=1):
@@ -344,9 +346,25 @@ def _probe_blocks(
             weights=weights,
         )
         by_structure.setdefault(key, (block, found))
+        first = numbers.setdefault(key, number)
+        if like is not None and found is not like and found.names == like.names:
+            _require_no_factor(found, like, number, first)
         norms.append(tuple(block.get_submodule(name) for name in found.names))
         projections.append(found.projections)
     return norms, list(by_structure.values()), tuple(projections if len(projections) == len(norms) else ())
+
+
+def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: int, first: int) -> None:
+    """Refuse a block that multiplies its norms' outputs by 1/sqrt(l) in its own code, as the paper's repository does.
+
+    :raises LNSConfigError: the number of the block.
+    """
+    if found.replay.equals_scaled(like, math.sqrt(first / number)):
+        raise LNSConfigError(
+            f"block {number} ({type(found.replay.block).__name__}) is block {first} with its norms' outputs times "
+            f"sqrt({first}/{number}): this model has LayerNorm Scaling in its own code. Expected a model without it, "
+            "since the factors would be applied twice. Remove the model's own factor, or do not call apply."
+        )
 
 
 def _require_one_run(

@@ -96,6 +96,7 @@ def encoder(**options):
         (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.Scaled)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.Stack(lambda: kinds.SeveralBlock(tuple)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.Stack(lambda: kinds.SeveralBlock(list)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (lambda: kinds.Stack(kinds.ShiftedBlock), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.AdaptiveStack(kinds.AdaptiveBlock), in_list("layers.{0}.n1.norm layers.{0}.n2.norm"), X),
         # What adds to the stream without a norm is no block.
         (lambda: kinds.Mixed(before=kinds.Adapter), in_list("layers.{0}.n1 layers.{0}.n2", 3), X),
@@ -246,6 +247,7 @@ REFUSED = {
         {},
         "training mode its forward runs last",
     ),
+    "a factor of its own": (kinds.own_factors, {}, r"block 2 .* times sqrt\(1/2\): this model has LayerNorm Scaling"),
     "norms that take a condition": (
         lambda: kinds.AdaptiveStack(kinds.AdaptiveBlock),
         {"norms": lambda m: [(b.n1, b.n2) for b in m.layers]},

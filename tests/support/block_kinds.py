@@ -548,3 +548,37 @@ class Counting(Block):
     def forward(self, x):
         self.runs += 1
         return super().forward(x)
+
+
+class OwnFactor(Block):
+    """LayerNorm Scaling in the model's own code. :param number: of the block."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.factor = number**-0.5
+
+    def forward(self, x):
+        x = x + self.attn(self.factor * self.n1(x))
+        return x + self.mlp(self.factor * self.n2(x))
+
+
+def own_factors():
+    numbers = iter(range(1, 5))
+    return Stack(lambda: OwnFactor(next(numbers)))
+
+
+class Shifted(nn.Module):
+    """A norm whose bias is outside of the norm that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.shift = nn.RMSNorm(D), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return self.inner(x) + self.shift
+
+
+class ShiftedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2 = Shifted(), Shifted()
