@@ -39,11 +39,25 @@ def start_up_line(
 
 
 def write_line(line: str) -> None:
-    """Write the start-up line: to the log if a handler is set up and INFO is enabled, else to stderr in rank 0."""
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+    """Write the start-up line: to the log if one of its handlers takes it, else to stderr in the first process."""
+    if _is_logged(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):
         log.info("%s", line)
     elif is_first_process():
         print(line, file=sys.stderr)
+
+
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return true if a handler of the log, or of a logger above it, takes a record."""
+    if not log.isEnabledFor(record.levelno) or not log.filter(record):
+        return False
+    logger: logging.Logger | None = log
+    while logger is not None:
+        for handler in logger.handlers:
+            is_output = not isinstance(handler, logging.NullHandler) and record.levelno >= handler.level
+            if is_output and handler.filter(record):
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def _application(module: Any) -> str:
