@@ -143,14 +143,16 @@ def _folded(
         return {}
     stock = copy.deepcopy(norm)
     sites.restore(stock)
-    for attribute in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which moves inputs between devices
-        vars(stock).pop(attribute, None)
+    if "_hf_hook" in vars(stock):  # accelerate's, which moves inputs between devices
+        for attribute in ("forward", "_old_forward", "_hf_hook"):
+            vars(stock).pop(attribute, None)
     stock.double()
     gain = next(iter(parameters.values()))
     for input_shape in ((4, 1, gain.numel()), *([(4, *shape[1:])] if shape else [])):
         x = torch.randn(input_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-        for centre in (0.0, 1.0):
-            shifts = {key: 0.0 if "bias" in key else centre for key in parameters}
+        first = next(iter(parameters))
+        for centred in ((), [key for key in parameters if "bias" not in key], [first]):
+            shifts = {key: float(key in centred) for key in parameters}
             candidate = {
                 key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
             }

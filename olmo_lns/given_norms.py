@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 from torch import nn
 
-from olmo_lns import probe, trace
+from olmo_lns import trace
 from olmo_lns.errors import LNSConfigError
 
 __all__ = ["GivenNorms", "given_norms"]
@@ -60,7 +61,7 @@ def given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) 
             f"norms=: {names[given[place]]} was given in place {place + 1}, where {names[order[place]]} runs. Give the "
             f"norms in the order in which they run, from block 1: {_FORM}."
         )
-    _require_pairs_of_one_module(model, pairs, names)
+    _require_pairs_of_one_module(model, pairs, names, traced)
     _require_no_omission(names, seen, traced)
     return GivenNorms(pairs, [_block_of(model, pair, seen - set(pair), traced, names) for pair in pairs], traced)
 
@@ -82,15 +83,15 @@ def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
 
 
 def _require_pairs_of_one_module(
-    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str]
+    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str], traced: trace.Trace
 ) -> None:
-    """Refuse pairs that cut a block. :raises LNSConfigError: a module that holds parts of two pairs."""
+    """Refuse pairs that cut a block. :raises LNSConfigError: a module that runs parts of two pairs."""
     number_of = {norm: number for number, pair in enumerate(pairs, start=1) for norm in pair}
     for name, module in model.named_modules():
         inside = {norm for norm in module.modules() if norm in number_of}
         numbers = sorted({number_of[norm] for norm in inside})
         whole = {norm for number in numbers for norm in pairs[number - 1]}
-        if len(numbers) > 1 and inside != whole:
+        if len(numbers) > 1 and inside != whole and module in traced.runs:
             raise LNSConfigError(
                 f"norms=: {name} runs norms of the blocks {', '.join(map(str, numbers))}, and not all of them. Give "
                 f"the two norms of one block as a pair: {_FORM}."
@@ -99,10 +100,10 @@ def _require_pairs_of_one_module(
 
 def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: trace.Trace) -> None:
     """Refuse a part of the depth. :raises LNSConfigError: a norm that ran in the place of a given one, in a sibling."""
-    places = {_place(names[norm]) for norm in given}
+    places, widths = {_place(names[norm]) for norm in given}, {traced.shapes.get(norm, (0,))[-1] for norm in given}
     for module in traced.runs:
-        omitted = module not in given and module in names and probe.looks_like_norm(module)
-        if omitted and _place(names[module]) in places:
+        omitted = module not in given and module in names and traced.is_norm(module)
+        if omitted and _place(names[module]) in places and traced.shapes.get(module, (0,))[-1] in widths:
             raise LNSConfigError(
                 f"norms=: {names[module]} runs as well and was not given, although norms in its place were. The factor "
                 f"of a block depends on its number in the whole depth. Give the norms of all blocks: {_FORM}."
@@ -110,8 +111,8 @@ def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], tra
 
 
 def _place(name: str) -> str:
-    """Return a name with ``*`` for its numbers: ``layers.*.norm1``. A name without numbers is a place by itself."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """Return a name with ``*`` for its numbers: ``layers.*.norm*``. A name without numbers is a place by itself."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _block_of(

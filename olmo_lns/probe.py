@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,18 +28,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import residual_projections
 from olmo_lns.response import first_output, replace_first
-from olmo_lns.shadow import RandomWeights, is_absent
+from olmo_lns.shadow import RandomWeights, deep_copy, is_absent, is_quantized
 
 __all__ = [
     "BlockSites",
     "Call",
     "Replay",
+    "has_vectors_only",
     "hooks",
     "is_leaf",
+    "is_norm",
     "looks_like_norm",
+    "normed_branches",
     "pre_ln_sites",
     "random_copy",
-    "reads_through_a_norm",
+    "same_randomness",
     "set_training",
     "stream_of",
 ]
@@ -57,12 +62,16 @@ class Call:
 
     :param place: position or keyword of the stream among the arguments.
     :param summed: the block returns its stream in several parts, such as (hidden, residual), whose sum is the stream.
+    :param is_change: the block returns what the model adds to its stream.
+    :param seed: of the generators during a replay.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     place: int | str
     summed: bool = False
+    is_change: bool = False
+    seed: int = 0
 
     @property
     def stream(self) -> torch.Tensor:
@@ -73,9 +82,8 @@ class Call:
         """Run ``block`` on the stream ``x`` with the other arguments unchanged; return the stream after the block."""
         args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
-        # Without CUDA, torch.manual_seed stores a stack trace per call for a later start of CUDA: half a probe's time.
-        (torch.default_generator if x.device.type == "cpu" else torch).manual_seed(0)
-        output = block(*args, **kwargs)
+        with _seeded(x.device, self.seed):
+            output = block(*args, **kwargs)
         if (after := stream_of(output)) is None:
             raise _NotPreLN(
                 f"its output is a {type(output).__name__}, expected a tensor or a tuple that starts with one"
@@ -83,7 +91,7 @@ class Call:
         if self.summed:
             parts = [part for part in tree_leaves(output) if torch.is_tensor(part) and part.shape == x.shape]
             return torch.stack(parts).sum(0)
-        return after
+        return x + after if self.is_change else after
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors among the arguments, also those in lists, tuples and dicts."""
@@ -129,6 +137,31 @@ def stream_of(output: Any) -> torch.Tensor | None:
 
 
 @contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators that a block may read. Those of Python and numpy get their states back."""
+    # Without CUDA, torch.manual_seed stores a stack trace per call for a later start of CUDA: half a probe's time.
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def same_randomness(device: torch.device) -> Iterator[None]:
+    """Give a forward the same random numbers each time, and the generators their states back."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded(device, 0):
+        yield
+
+
+@contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
     """Remove these hooks when the context ends."""
     registered: list[Any] = []
@@ -170,18 +203,20 @@ def pre_ln_sites(
     """
     problem: Exception | None = None
     parameters_of = None if like is None else like.replay.block
-    dtypes = (torch.float32, torch.bfloat16) if like is None else (like.replay.dtype,)
+    # The last try leaves all dtypes as they are.
+    dtypes = (torch.float32, torch.bfloat16, None) if like is None else (like.replay.dtype,)
     for dtype in dtypes:  # some kernels accept half precision only
         try:
             # Each run is seeded; the launch's random state is kept.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                replay = Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype)
-                if like is not None and replay.equals(like):
-                    return like
+                replay = Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype, like)
+                if like is not None:
+                    if replay.equals(like.replay):
+                        return like
+                    replay = Replay(replay.block, replay.call, dtype)
+                _refuse_a_run_of_the_original(block, replay)
                 found = replay.given_sites(names or ()) if given else replay.sites(like.names if like else names)
-                projections = (
-                    like.projections if like else residual_projections(replay.block, replay.moved, replay.same)
-                )
+                projections = like.projections if like else replay.projections(call)
                 return replace(found, projections=projections)
         except _NotPreLN as reason:
             raise LNSConfigError(
@@ -198,6 +233,18 @@ def pre_ln_sites(
     ) from problem
 
 
+def _refuse_a_run_of_the_original(block: nn.Module, replay: Replay) -> None:
+    """Check that the copy runs its own modules. :raises MeasurementError: the name of a module of the block itself."""
+    names = {module: name for name, module in block.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
+    ran: list[nn.Module] = []
+    with hooks(module.register_forward_pre_hook(lambda module, args: ran.append(module)) for module in names):
+        replay.call.replay(replay.block, replay.x)
+    if ran:
+        raise MeasurementError(
+            f"its copy runs {names[ran[0]] or 'the block itself'} of the original, to which it refers"
+        )
+
+
 def random_copy(
     block: nn.Module, like: nn.Module | None = None, weights: RandomWeights | None = None, dtype: Any = torch.float32
 ) -> nn.Module:
@@ -207,41 +254,46 @@ def random_copy(
     """
     if any(map(is_absent, block.parameters())):
         raise _NotPreLN("its weights are on the meta device or partitioned; build or load them first")
-    if any(not parameter.is_floating_point() for parameter in block.parameters()):
+    if any(map(is_quantized, block.parameters())):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
     if like is not None:
         pairs = zip(block.parameters(), like.parameters(), strict=True)
-        copied = copy.deepcopy(block, {id(original): weight for original, weight in pairs})
+        copied = deep_copy(block, {id(original): weight for original, weight in pairs})
     else:
         copied = (weights or RandomWeights()).copy(block, dtype=dtype)
     # Module.to() would take the imaginary part off complex rotary tables.
-    return copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor).eval()
+    for part in copied.modules():
+        for buffer in part._buffers.values():  # a gate
+            if buffer is not None and buffer.is_floating_point() and buffer.numel() == 1 and not buffer.any():
+                buffer.fill_(1.0)
+    copied.eval()
+    return copied if dtype is None else copied._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _cast(call: Call, dtype: torch.dtype) -> Call:
+def _cast(call: Call, dtype: torch.dtype | None) -> Call:
     def cast(value: Any) -> Any:
         if torch.is_tensor(value):
-            return value.detach().to(dtype) if value.is_floating_point() else value.detach()
-        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)(map(cast, value))
+            return value.detach().to(dtype) if dtype and value.is_floating_point() else value.detach()
         return value
 
-    kwargs = {key: cast(value) for key, value in call.kwargs.items()}
-    return replace(call, args=tuple(map(cast, call.args)), kwargs=kwargs)
+    args, kwargs = tree_map(cast, (call.args, dict(call.kwargs)))
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def looks_like_norm(module: nn.Module) -> bool:
     """Return true for a module that may be a norm: its class says so, and all its weights are vectors."""
     name = type(module).__name__.lower()
-    return is_leaf(module) and ("norm" in name or name.startswith("ln")) and _has_vectors_only(module)
+    return is_leaf(module) and ("norm" in name or name.startswith("ln")) and has_vectors_only(module)
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Return true for a module whose children, such as a dropout, have no parameters."""
-    return not any(list(child.parameters()) for child in module.children())
+    children = [child for name, child in module.named_children() if name != "parametrizations"]
+    return not any(list(child.parameters()) for child in children)
 
 
-def _has_vectors_only(module: nn.Module) -> bool:
+def has_vectors_only(module: nn.Module) -> bool:
+    """Return true for a module whose weights are vectors, of any number of dimensions."""
     return all(p.numel() == max(p.shape, default=1) for p in module.parameters())
 
 
@@ -249,9 +301,10 @@ class Replay:
     """A block that runs repeatedly, with the outputs of norms held fixed and those of other modules changed.
 
     :param block: the copy, which is run. :param call: the other arguments. :param names: the sites, once found.
+    :param like: result for a block built alike, whose norms and fixed outputs are taken.
     """
 
-    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype) -> None:
+    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype | None, like: BlockSites | None = None) -> None:
         self.block, self.call, self.dtype = block, call, dtype
         self.same = SAME if dtype == torch.float32 else SAME_HALF
         #: Relative difference below which rows have one size.
@@ -263,13 +316,23 @@ class Replay:
         self.all_norms: dict[str, nn.Module] = {}
         #: Fixed outputs of the norms.
         self.held: dict[str, torch.Tensor] = {}
-        self._find_norms()
+        #: Norm -> the order of the stream's dimensions in which it reads the stream.
+        self.layouts: dict[str, tuple[int, ...]] = {}
+        #: True if the block computes something else in training mode, apart from dropout.
+        self._trains_otherwise = False
+        #: Norm -> the shape of its input.
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.names: tuple[str, ...] = ()
+        self._results: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        if like is None:
+            self._find_norms()
+        else:
+            self.take_from(like.replay, like.names)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor:
         """Return random numbers, the same for each block of a structure."""
         numbers = torch.randn(like.shape, generator=self._generator, device="cpu")
-        return numbers.to(like.device, self.dtype)
+        return numbers.to(like.device, self.dtype or like.dtype)
 
     def _find_norms(self) -> None:
         """Find the norms by their invariance to the size of the input."""
@@ -277,7 +340,10 @@ class Replay:
         leaves = {
             name: module
             for name, module in self.block.named_modules()
-            if name and (is_leaf(module) or module._parameters) and _has_vectors_only(module)
+            if name
+            and (is_leaf(module) or module._parameters)
+            and has_vectors_only(module)
+            and "parametrizations" not in name
         }
 
         def note(name: str) -> _Hook:
@@ -290,10 +356,11 @@ class Replay:
             y = first_output(output)
             if not torch.is_tensor(y) or not torch.is_tensor(_norm_input(args, kwargs)) or not y.dim():
                 continue
-            if not _is_norm(leaves[name], args, kwargs):
+            if not is_norm(leaves[name], args, kwargs):
                 continue
-            if y.shape[-1] == self.x.shape[-1] and y.numel() == self.x.numel():
-                if len(norm_calls) > 1:
+            self.shapes[name] = tuple(_norm_input(args, kwargs).shape)
+            if y.numel() == self.x.numel():
+                if len(norm_calls) > 1 and y.shape[-1] == self.x.shape[-1]:
                     raise _NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
                 self.norms[name] = leaves[name]
             if len(norm_calls) == 1:
@@ -302,6 +369,56 @@ class Replay:
         for inner in [name for name in calls_by_name if self._outer_norm(name)]:
             for found in (self.norms, self.all_norms, self.held):
                 found.pop(inner, None)
+        for name in [name for name in self.norms if name not in self.all_norms]:  # ran several times
+            del self.norms[name]
+        self._find_layouts()
+
+    def _find_layouts(self) -> None:
+        """Find the order of dimensions in which norms read the stream, such as tokens of images.
+
+        With all norms held, the input of such a norm moves by what the stream moves. Other norms are on branches.
+        """
+        usual = tuple(range(self.x.dim()))
+        self.layouts = dict.fromkeys(self.norms, usual)
+        inputs = [self._inputs(x, [*self.norms]) for x in (self.x, self.other)]
+        moved = (self.x - self.other).double()
+        orders = [usual, *(order for order in itertools.permutations(usual) if order != usual)]
+        for name in [*self.norms]:
+            if not all(name in each for each in inputs):
+                continue
+            found = inputs[0][name] - inputs[1][name]
+            found = found if found.shape == self.x.shape else found.flatten()
+            for order in orders if self.x.dim() < 6 else [usual]:
+                expected = moved.permute(order)
+                if found.dim() > 1 and expected.shape != found.shape:
+                    continue
+                if self._equal(found.flatten(), expected.flatten()):
+                    self.layouts[name] = order
+                    break
+            else:
+                if self.shapes[name][-1] != self.x.shape[-1]:
+                    del self.norms[name]
+
+    def _inputs(self, x: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the inputs of norms with the outputs of these norms held."""
+        found: dict[str, torch.Tensor] = {}
+
+        def note(name: str) -> _Hook:
+            return lambda module, args, kwargs: found.update({name: _stream_input(args, kwargs)})
+
+        with hooks(self.all_norms[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names):
+            self.run(x, names)
+        return found
+
+    def _in_stream(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a norm's input or output in the stream's shape."""
+        order = self.layouts.get(name, tuple(range(self.x.dim())))
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return value.reshape(self.x.permute(order).shape).permute(inverse)
+
+    def _in_norm(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the stream's shape in the order in which a norm reads it: channels last."""
+        return value.permute(self.layouts.get(name, tuple(range(self.x.dim()))))
 
     def _outer_norm(self, name: str) -> str | None:
         """Return the norm that holds the norm ``name``."""
@@ -324,19 +441,22 @@ class Replay:
 
         def hold(name: str) -> _Hook:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                value = _norm_input(args, kwargs).detach().double()
-                inputs[name] = value.reshape(x.shape) - x.double() if name in self.norms else value
-                return replace_first(output, self.held[name].reshape(first_output(output).shape))
+                value, y, held = _stream_input(args, kwargs), first_output(output), self.held[name]
+                if y.numel() != held.numel():  # training may run a branch on a part of the batch
+                    return replace_first(output, held[: len(y)].reshape(y.shape).clone())
+                inputs[name] = self._in_stream(name, value) - x.detach().double() if name in self.norms else value
+                return replace_first(output, held.reshape(y.shape).clone())
 
             return hook
 
         def change(function: _Change) -> _Hook:
             return lambda module, args, output: replace_first(output, function(first_output(output)))
 
+        x = x.detach().requires_grad_(torch.is_grad_enabled())  # code may ask for it
         handles = [self.all_norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
         with hooks(handles):
-            moved = (call or self.call).replay(self.block, x).detach().double() - x.double()
+            moved = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def constant(self, names: Sequence[str], *, inner: bool = False) -> bool:
@@ -370,16 +490,25 @@ class Replay:
         """Return block(x) - x with the sites held, computed anew."""
         return self.run(self.x, self.names)[0]
 
-    def equals(self, like: BlockSites) -> bool:
+    def take_from(self, like: Replay, names: tuple[str, ...]) -> None:
+        """Take the norms, their fixed outputs and the streams from a block built alike. :param names: its sites."""
+        self.norms = {name: self.block.get_submodule(name) for name in like.norms}
+        self.all_norms = {name: self.block.get_submodule(name) for name in like.all_norms}
+        self.x, self.other, self.held = like.x, like.other, like.held
+        self.layouts, self.shapes, self.names = like.layouts, like.shapes, names
+        self.call = replace(self.call, summed=like.call.summed, is_change=like.call.is_change)
+
+    def results(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Return what the block computes in eval and in training mode with its sites held."""
+        if not self._results:
+            for trains in (False, True):
+                with self._training(trains):
+                    self._results.append(self.run(self.x, self.names))
+        return self._results
+
+    def equals(self, like: Replay) -> bool:
         """Return true if this block computes what a block built alike does, in eval and in training mode."""
-        if self.norms.keys() != like.replay.norms.keys():
-            return False
-        self.held, self.x, self.names = like.replay.held, like.replay.x, like.names
-        for trains in (False, True):
-            with self._training(trains), like.replay._training(trains):
-                (moved, inputs), (expected, expected_inputs) = (
-                    each.run(self.x, self.names) for each in (self, like.replay)
-                )
+        for (moved, inputs), (expected, expected_inputs) in zip(self.results(), like.results(), strict=True):
             pairs = zip((moved, *inputs), (expected, *expected_inputs), strict=False)
             if len(inputs) != len(expected_inputs) or not all(self._equal(a, b) for a, b in pairs):
                 return False
@@ -395,13 +524,14 @@ class Replay:
     @contextmanager
     def _training(self, trains: bool) -> Iterator[None]:
         """Set the mode of the copy, without dropout, and gradients, temporarily."""
-        in_eval = vars(self).pop("_rest", None)
+        in_eval, call = vars(self).pop("_rest", None), self.call
         set_training(self.block, trains)
         try:
             with torch.set_grad_enabled(trains):
                 yield
         finally:
             self.block.eval()
+            self.call = call
             vars(self).pop("_rest", None)
             if in_eval is not None:
                 self._rest = in_eval
@@ -412,20 +542,27 @@ class Replay:
             others = f"; its norms are {', '.join(self.norms)}" if self.norms else ""
             raise _NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
         self.names = names
-        if not self.constant(names):
-            self.call = replace(self.call, summed=True)
-        if not self.constant(names):
+        forms: tuple[dict[str, bool], ...] = ({}, {"summed": True}, {"is_change": True})
+        for form in forms:
+            self.call = replace(self.call, **{"summed": False, "is_change": False, **form})  # type: ignore[arg-type]
+            if self.constant(names):
+                break
+        else:
             raise _NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")
-        for name in names:
-            if float(self.effect(self.norms[name]).norm()) < self.same * float(self.rest.norm()):
-                raise _NotPreLN(f"nothing reads its norm {name}, given by norms=")
-        self._check_training(ends=False)
+        if len(names) == 1 and not self._has_both_branches():
+            raise _NotPreLN(
+                f"one branch reads {names[0]}, given by norms=. A block has two branches, so give its two norms as a "
+                "pair, also if they are in two modules"
+            )
+        self._check(f"{' and '.join(names)}, given by norms=")
         return self._result()
 
     def sites(self, known: tuple[str, ...] | None) -> BlockSites:
         """Find the sites. :param known: expected names."""
         if not self.norms:
-            raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
+            raise _NotPreLN(
+                "none of its modules is a norm of the stream; norms that are functions cannot be scaled", curable=True
+            )
         if known is not None and not self.norms.keys() >= set(known):
             raise _NotPreLN(f"found {', '.join(self.norms)}, expected {', '.join(known)} as in a block built alike")
         names = list(known or self.norms)
@@ -446,8 +583,44 @@ class Replay:
         self._check(" and ".join(self.names))
         return self._result()
 
+    def projections(self, call: Call) -> Mapping[str, int]:
+        """Return the residual output projections; none if a branch ends in a matrix that is no parameter of the block.
+
+        :param call: as the model made it, with its own tensors.
+        """
+        found = residual_projections(self.block, self.moved, self.same)
+        parameters = dict(self.block.named_parameters())
+        matrices = [
+            parameter for parameter in parameters.values() if parameter.numel() > max(parameter.shape, default=1)
+        ]
+        remain = [self._remains(name, [parameters[other] for other in found]) for name in self.names]
+        if not any(remain):
+            return found
+        given = any(
+            isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) for tensor in call.tensors()
+        )
+        # A branch without matrices, such as pooling, has no projection.
+        owned = any(left and not self._remains(name, matrices) for name, left in zip(self.names, remain, strict=True))
+        return {} if given or owned else found
+
+    def _remains(self, name: str, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return true if a site still moves the stream while these parameters are zero."""
+        saved = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = torch.zeros_like(parameter)
+        try:
+            change = {self.norms[name]: _roll_channels}
+            moved = self.run(self.x, self.names, change)[0] - self.moved()
+        finally:
+            for parameter, data in zip(parameters, saved, strict=True):
+                parameter.data = data
+        return float(moved.norm()) > self.same * float(self.rest.norm())
+
     def _result(self) -> BlockSites:
         shares = {name: self._moved_share(name) for name in self.names}
+        if self._trains_otherwise:  # BatchNorm cancels a factor in training mode only
+            with self._training(True), torch.no_grad():
+                shares = {name: min(share, self._moved_share(name)) for name, share in shares.items()}
         return BlockSites(
             self.names,
             tuple(name for name, share in shares.items() if share < 0.01),
@@ -466,7 +639,8 @@ class Replay:
             if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
         if len(self.names) > 2:
-            raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
+            found = f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two"
+            raise _NotPreLN(found, curable=len(self.names) > 3)
         for name in [name for name in self.norms if name not in self.names]:
             if not self._has_effect(name):
                 raise _NotPreLN(
@@ -474,6 +648,11 @@ class Replay:
                     "be missing once the branch is switched on"
                 )
         self._check_one_stream(site_names)
+        if alike := self._like_branches():
+            raise _NotPreLN(
+                f"its two branches {' and '.join(alike)} are built alike, so it holds two layers of one branch, or two "
+                "blocks; expected attention and feed-forward"
+            )
         self._check_ends_of_branches(site_names)
         if len(self.names) == 2:
             together = self.effect(*(self.norms[name] for name in self.names)) - sum(single_effects)
@@ -487,18 +666,90 @@ class Replay:
             )
         self._check_training()
 
+    def _like_branches(self) -> tuple[str, ...]:
+        """Return the names of two modules of one structure, each of which holds or reads one of two sites; else ()."""
+        if len(self.names) != 2:
+            return ()
+        names = {module: name for name, module in self.block.named_modules()}
+        readers: dict[str, nn.Module] = {}
+        outputs: dict[int, str] = {}
+        kept: list[torch.Tensor] = []  # so that memory is not reused
+
+        def wrote(name: str) -> _Hook:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                kept.append(first_output(output))
+                outputs[kept[-1].data_ptr()] = name
+
+            return hook
+
+        def read(module: nn.Module, args: Any, kwargs: Any) -> None:
+            value = _norm_input(args, kwargs)
+            if torch.is_tensor(value) and not is_leaf(module):
+                name = outputs.get(value.data_ptr())
+                if name is not None and self.norms[name] not in set(module.modules()):
+                    readers.setdefault(name, module)
+
+        handles = [module.register_forward_pre_hook(read, with_kwargs=True) for module in names]
+        handles += [self.norms[name].register_forward_hook(wrote(name)) for name in self.names]
+        with hooks(handles):
+            self.call.replay(self.block, self.x)
+        holders = [self._holder(name) for name in self.names]
+        for pair in (holders, [readers.get(name) for name in self.names]):
+            first, second = pair
+            if first is None or second is None or first is second or not _is_built_like(first, second):
+                continue
+            if self._is_added(first) and self._is_added(second):  # no norms that take a condition
+                return names[first], names[second]
+        return ()
+
+    def _holder(self, name: str) -> nn.Module | None:
+        """Return the largest module in the block that holds this site and no other; None if it is the norm itself."""
+        others = {self.norms[other] for other in self.names if other != name}
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            module = self.block.get_submodule(".".join(parts[:length]))
+            if not others.intersection(module.modules()):
+                return module
+        return None
+
     def _has_effect(self, name: str) -> bool:
         """Return true if a change of this norm's output changes an output of the block, be it the stream or another."""
-        outputs: list[list[torch.Tensor]] = []
+        outputs = self._all_outputs({}), self._all_outputs({self.norms[name]: _roll_channels})
+        return not all(self._equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True))
+
+    def _all_outputs(self, changes: Mapping[nn.Module, _Change]) -> list[torch.Tensor]:
+        """Return all tensors that the block returns with the sites held, its stream first."""
+        outputs: list[torch.Tensor] = []
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
             leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-            outputs.append([leaf.detach().double() for leaf in leaves if torch.is_tensor(leaf)])
+            stream = stream_of(output)
+            others = [leaf.detach() for leaf in leaves if torch.is_tensor(leaf) and leaf is not stream]
+            outputs.extend([stream.detach(), *others] if stream is not None else others)
 
         with hooks([self.block.register_forward_hook(note)]):
-            self.moved()
-            self.run(self.x, self.names, {self.norms[name]: _roll_channels})
-        return not all(self._equal(a, b) for a, b in zip(*outputs, strict=True))
+            self.run(self.x, self.names, changes)
+        return outputs
+
+    def _use_a_seed_with_all_branches(self) -> None:
+        """Choose a seed with which training drops no branch, if one of a few does."""
+        usual = self.call
+        for seed in range(8):
+            self.call = replace(usual, seed=seed)
+            if len(self.run(self.x, self.names)[1]) == len(self.names):
+                return
+        self.call = usual
+
+    def _constant_under_autocast(self) -> bool:
+        """Return true if the block reads its stream through the sites under autocast to bf16, or does not run there."""
+        same, self.same = self.same, SAME_HALF
+        try:
+            with torch.autocast(self.x.device.type, torch.bfloat16):
+                return self.constant(self.names)
+        except Exception:
+            return True
+        finally:
+            self.same = same
 
     def _check_ends_of_branches(self, site_names: str) -> None:
         """Refuse Sandwich-LN. :raises _NotPreLN: a branch that ends in a norm, be it a module or a function."""
@@ -509,19 +760,28 @@ class Replay:
             if self._ends_in_function(name):
                 raise _NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
 
-    def _check_training(self, *, ends: bool = True) -> None:
-        """Check training mode. :param ends: also check the ends of the branches.
+    def _check_training(self) -> None:
+        """Check training mode.
 
         :raises _NotPreLN: the block bypasses its norms there, or its branches end in a norm.
         """
         site_names = " and ".join(self.names)
         changes = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
+        with torch.enable_grad():
+            if not self.constant(self.names):
+                raise _NotPreLN(f"in eval mode with gradients its branches bypass {site_names}")
+        if not self._constant_under_autocast():
+            raise _NotPreLN(f"under autocast its branches bypass {site_names}")
         in_eval = self.rest, self.run(self.x, self.names, changes)[0]
         with self._training(True):
-            if not self.constant(self.names):
+            self._use_a_seed_with_all_branches()
+            with torch.no_grad():
+                without = self.constant(self.names)
+            if not (without and self.constant(self.names)):
                 raise _NotPreLN(f"in training mode its branches bypass {site_names}")
             in_training = self.rest, self.run(self.x, self.names, changes)[0]
-            if ends and not all(self._equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
+            if not all(self._equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
+                self._trains_otherwise = True
                 self._check_ends_of_branches(f"{site_names} in training mode")
 
     def _check_one_stream(self, site_names: str) -> None:
@@ -538,6 +798,8 @@ class Replay:
         changed_sites = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
         still, moved = self._free_inputs(outside, {}), self._free_inputs(outside, changed_sites)
         suspects = {name for name in still.keys() & moved.keys() if self._equal(still[name], moved[name])}
+        varied: set[str] = set()  # norms of an argument, or of what the block computes from it
+        unchanged: set[str] = set()  # norms of an argument that goes on as it is, such as shared keys
         names = [*self.names, *outside]
         for index, tensor in enumerate(self.call.tensors()):
             if not tensor.is_floating_point() or tensor.dim() < 2 or tensor is self.call.stream:
@@ -546,22 +808,36 @@ class Replay:
             try:
                 runs = [self.run(self.x, names, call=self.call.with_tensor(index, value))[1] for value in values]
             except Exception:  # no stream: an argument that cannot have other values
+                varied |= suspects
                 continue
             for name, *inputs in zip(names, *runs, strict=True):
-                if name not in outside or inputs[0].numel() != tensor.numel() or self._equal(*inputs):
+                if name not in outside or self._equal(*inputs):
+                    continue
+                varied.add(name)
+                if inputs[0].numel() != tensor.numel():
                     continue
                 rests = [y.flatten() - value.double().flatten() for y, value in zip(inputs, values, strict=True)]
                 suspects |= {name} if self._equal(*rests) else set()
+                if not self._returns_another(tensor):
+                    unchanged.add(name)
+        # A norm of a learned parameter reads no argument.
+        suspects = (suspects - unchanged) & varied
         if suspects:
             names_found = ", ".join(name for name in outside if name in suspects)
             raise _NotPreLN(f"it has two streams: its norm {names_found} reads another one than {site_names}")
+
+    def _returns_another(self, argument: torch.Tensor) -> bool:
+        """Return true if the block returns another tensor of the shape of this argument, besides its stream."""
+        arguments = [tensor.double() for tensor in self.call.tensors() if tensor.shape == argument.shape]
+        others = [leaf.double() for leaf in self._all_outputs({})[1:] if leaf.shape == argument.shape]
+        return any(not any(self._equal(leaf, tensor) for tensor in arguments) for leaf in others)
 
     def _free_inputs(self, names: Sequence[str], changes: Mapping[nn.Module, _Change]) -> dict[str, torch.Tensor]:
         """Return the inputs of norms while only the sites are held."""
         found: dict[str, torch.Tensor] = {}
 
         def note(name: str) -> _Hook:
-            return lambda module, args, kwargs: found.update({name: _norm_input(args, kwargs).detach().double()})
+            return lambda module, args, kwargs: found.update({name: _stream_input(args, kwargs)})
 
         with hooks(self.all_norms[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names):
             self.run(self.x, self.names, changes)
@@ -569,20 +845,34 @@ class Replay:
 
     def _moved_share(self, name: str) -> float:
         """Return the change of a branch for half of the norm's output, relative to the branch: 0 if it is cancelled."""
-        zero, half, whole = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 0.5, 1.0))  # type: ignore[misc]
-        return float((whole - half).norm()) / max(float((whole - zero).norm()), 1e-30)
+        with self._without_biases():
+            zero, half, whole = (
+                self.run(self.x, self.names, {self.norms[name]: lambda y, k=k: k * y})[0]  # type: ignore[misc]
+                for k in (0.0, 0.5, 1.0)
+            )
+        size = float((whole - zero).norm())
+        # A branch that training drops has no size.
+        return float((whole - half).norm()) / size if size > self.same * float(self.rest.norm()) else 0.5
+
+    @contextmanager
+    def _without_biases(self) -> Iterator[None]:
+        """Set biases to 0 and gains to 1 temporarily."""
+        saved = {parameter: parameter.data for parameter in self.block.parameters()}
+        for name, parameter in self.block.named_parameters():
+            if parameter.numel() == max(parameter.shape, default=1):
+                parameter.data = torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
+        try:
+            yield
+        finally:
+            for parameter, data in saved.items():
+                parameter.data = data
 
     def _ends_in_function(self, name: str) -> bool:
         """Return true if the rows of the branch's output have one size, whatever the norm gives.
 
-        Biases are 0 and gains are 1 meanwhile: a gain would change the sizes of rows, a bias the branch of zeros.
+        A gain would change the sizes of rows, a bias the branch of zeros.
         """
-        saved = {parameter: parameter.data for parameter in self.block.parameters()}
-        for full_name, parameter in self.block.named_parameters():
-            if parameter.numel() == max(parameter.shape, default=1):
-                fill = 0.0 if full_name.endswith("bias") else 1.0
-                parameter.data = torch.full_like(parameter, fill)
-        try:
+        with self._without_biases():
             norm = self.norms[name]
 
             def by_row(y: torch.Tensor) -> torch.Tensor:
@@ -598,12 +888,10 @@ class Replay:
                     lambda y: 3.0 * y.roll(2, -1),
                 )
             )
-        finally:
-            for parameter, data in saved.items():
-                parameter.data = data
         branch = torch.stack([each - zero for each in moved])
-        # By position, by position of images, and by example.
-        views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, branch.flatten(2)]
+        # By position, by position of images, in the norm's order, and by example.
+        in_norm = torch.stack([self._in_norm(name, each) for each in branch])
+        views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]
         for view in views:
             sizes = view.norm(dim=-1)
             if float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + self.same_size:
@@ -614,9 +902,22 @@ class Replay:
         """Return true if one output that is added to the stream mixes positions, and another one does not."""
         (name,) = self.names
         here = torch.zeros_like(self.x)
-        (here[0, :, 0, 0] if here.dim() == 4 else here.view(-1, here.shape[-1])[0]).fill_(1.0)
+        self._in_norm(name, here)[(0,) * (here.dim() - 1)].fill_(1.0)
+        if self._mixes_and_does_not(name, here):
+            return True
+        # A GroupNorm reads images with channels first.
+        here = torch.zeros_like(self.x)
+        here.movedim(1, -1)[(0,) * (here.dim() - 1)].fill_(1.0)
+        return here.dim() > 3 and self._mixes_and_does_not(name, here)
+
+    def _mixes_and_does_not(self, name: str, here: torch.Tensor) -> bool:
+        """Return true if one added output spreads a change of one position, and another does not.
+
+        :param here: 1 for the channels of that position, else 0; in the stream's shape.
+        """
+        in_norm = self._in_norm(name, here)
         modules = [module for module in self.block.modules() if module not in (self.block, *self.all_norms.values())]
-        change = {self.norms[name]: lambda y: y + here.reshape(y.shape) * (1.0 + y.roll(1, -1))}
+        change = {self.norms[name]: lambda y: y + in_norm.reshape(y.shape) * (1.0 + y.roll(1, -1))}
         before, after = self._outputs(modules, {}), self._outputs(modules, change)
         mixing: list[nn.Module] = []
         others: list[nn.Module] = []
@@ -659,11 +960,12 @@ def set_training(module: nn.Module, trains: bool) -> None:
         part.training = trains and not isinstance(part, nn.modules.dropout._DropoutNd)
 
 
-def reads_through_a_norm(module: nn.Module, call: Call) -> bool:
-    """Return true for a module that adds to its stream something that does not depend on the stream's size.
+def normed_branches(module: nn.Module, call: Call) -> int:
+    """Return how many branches of a module read its stream through a norm: 0, 1, or 2 for more than one.
 
-    Such a module is a Pre-LN block or a branch of one, be its norms modules or functions. The second branch of a block
-    depends on the size a little, since it reads the output of the first.
+    Such a module adds to its stream something that does not depend on the stream's size, be its norms modules or
+    functions. The second branch depends on it a little, since it reads the output of the first. A branch that ends in a
+    norm does not count, nor does one that does not mix positions count as more than one.
     """
     try:
         with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
@@ -675,11 +977,28 @@ def reads_through_a_norm(module: nn.Module, call: Call) -> bool:
                 return call.replay(copied, x).double() - x.double()
 
             small, large, other = added(64.0 * x), added(256.0 * x), added(64.0 * another)
+            first = x.clone().flatten(0, -2)
+            first[0] = another.flatten(0, -2)[0]
+            one_row = added(64.0 * first.view(x.shape))
     except Exception:  # no block: its shapes depend on values, or it needs half precision
-        return False
-    size = float(small.norm())
+        return 0
+    size, moved = float(small.norm()), float((large - small).norm())
     depends = float((other - small).norm()) > 0.2 * size > 1e-3 * float(x.norm())
-    return depends and float((large - small).norm()) < 0.2 * size
+    rows = small.norm(dim=-1)
+    if not depends or moved >= 0.2 * size or float(rows.max()) < (1 + 3e-3) * float(rows.min()):
+        return 0
+    mixes = float((one_row - small).flatten(0, -2)[1:].norm()) > 1e-3 * size
+    return 2 if mixes or moved > 1e-3 * size else 1
+
+
+def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
+    """Return true for modules with the same classes, names and shapes of parameters."""
+
+    def structure(module: nn.Module) -> Any:
+        classes = [(name, type(part)) for name, part in module.named_modules()]
+        return classes, [(name, parameter.shape) for name, parameter in module.named_parameters()]
+
+    return structure(one) == structure(other)
 
 
 def _roll_channels(y: torch.Tensor) -> torch.Tensor:
@@ -704,17 +1023,31 @@ def _norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
-def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _stream_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Return what a norm reads: its input, or the sum of its inputs of one shape, as of a fused addition and norm."""
+    first = _norm_input(args, kwargs)
+    return torch.stack([value.detach().double() for value in _alike(first, args, kwargs)]).sum(0)
+
+
+def _alike(first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the floating tensors among the arguments that have the shape of the first."""
+    tensors = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.is_floating_point()]
+    return [value for value in tensors if value.shape == first.shape] if first.dim() > 1 else [first]
+
+
+def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return true for a norm: 64 and 128 times an input give the same output, another input another output."""
     example = _norm_input(args, kwargs)
     if not example.is_floating_point():
         return False
 
     def run(value: torch.Tensor) -> torch.Tensor:
-        arguments = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
+        alike = {id(tensor) for tensor in _alike(example, args, kwargs)}
+        arguments = tree_map(lambda leaf: value if id(leaf) in alike else leaf, (args, dict(kwargs)))
         return torch.as_tensor(first_output(module(*arguments[0], **arguments[1]))).double()
 
     x, another = torch.randn((2, *example.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(example)
     small, large, other = run(64.0 * x), run(128.0 * x), run(64.0 * another)
     size = float(small.norm())
-    return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size
+    has_steps = small.unique().numel() < min(17, small.numel())  # such as a sign, which is no norm
+    return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size and not has_steps

@@ -21,7 +21,7 @@ __all__ = ["record", "require", "require_fresh", "require_same"]
 log = logging.getLogger("olmo_lns")
 
 #: What compiling, DDP, FSDP and activation checkpointing put into the names of modules.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(\.|$)")
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 
 def record(model: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def record(model: Any) -> dict[str, Any]:
     """
     from olmo_lns import sites  # imports torch, so only on use
 
-    norms = {_WRAPPERS.sub("", name): site.layer_number for name, _, site in sites.in_model(model)}
+    norms = {_own_name(name): site.layer_number for name, _, site in sites.in_model(model)}
     counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.in_model(model))
     for n_layers in {n_layers for _, _, n_layers in counts}:
         expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]
@@ -44,9 +44,15 @@ def record(model: Any) -> dict[str, Any]:
             raise MeasurementError(
                 f"{type(model).__name__}: each of its {n_layers} blocks was expected to have norms with a factor in "
                 f"both sub-layers, found {len(set(expected) & counts.keys())} of {len(expected)} sub-layers. A norm "
-                "or a block was replaced. Apply the scheme after the replacement."
+                "or a block was replaced, or this is a stage of the model. Apply the scheme after a replacement, and "
+                "take the record before the model is split."
             )
     return {"scheme": str(sites.read_back(model)), "norms": norms}
+
+
+def _own_name(name: str) -> str:
+    """Return a module's name in the model without wrappers, of which DDP's ``module`` is in front."""
+    return re.sub(r"^(module(\.|$))+", "", _WRAPPERS.sub("", name))
 
 
 def require(model: Any, saved: Any) -> None:

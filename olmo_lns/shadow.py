@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-from typing import Any, Iterable, Iterator
+import types
+from typing import Any, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
@@ -26,9 +30,22 @@ _DRAWN = 1_000_003
 _STEP, _STARTS = 7919, 99_991
 
 
+#: Attributes of a module that hold tensors, modules and hooks.
+_OF_MODULES = {"_parameters", "_buffers", "_modules", *(name for name in vars(nn.Module()) if "hook" in name)}
+
+
 def is_absent(parameter: torch.Tensor) -> bool:
     """Return true for a parameter without values here: on the meta device, or partitioned by DeepSpeed ZeRO-3."""
     return parameter.is_meta or (parameter.numel() == 0 and hasattr(parameter, "ds_shape"))
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return true for integers or bytes in the place of a matrix. A vector of integers may hold positions."""
+    return parameter.dtype.itemsize < 2 or (not _is_number(parameter) and parameter.dim() > 1)
+
+
+def _is_number(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -47,6 +64,122 @@ def real_default_device(model: nn.Module) -> Iterator[None]:
     """Use the model's device as torch's default device if the default is the meta device."""
     with device_of(model) if torch.get_default_device().type == "meta" else contextlib.nullcontext():
         yield
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module, also of one with attributes that :mod:`copy` leaves as they are.
+
+    Functions that refer to a module, such as ``lambda x: m.c_proj(x)``, refer to its copy in the copy. Attributes that
+    cannot be copied, such as a process group or a lock, are shared.
+
+    :param memo: id of an object -> its copy, as for :func:`copy.deepcopy`.
+    """
+    try:
+        copies = dict(memo)
+        copied = copy.deepcopy(module, copies)
+    except Exception:
+        attributes = [
+            each
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if name not in _OF_MODULES
+            for each in (value, *_elements(value))
+        ]
+        copies = memo | {id(each): each for each in attributes if not _can_be_copied(each)}
+        copied = copy.deepcopy(module, copies)
+    originals = {each: name for name, each in module.named_modules()}
+    if shared := [originals[part] for part in copied.modules() if part in originals]:
+        raise MeasurementError(f"{shared[0] or type(module).__name__} gives itself instead of a copy to copy.deepcopy")
+    for part in copied.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, (types.FunctionType, functools.partial)):
+                vars(part)[name] = _copy_of(value, copies)
+    return copied
+
+
+def _elements(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, (list, tuple)) else []
+
+
+def _can_be_copied(value: Any) -> bool:
+    if value is None or isinstance(value, (torch.Tensor, nn.Module, str, int, float, bool, type, types.FunctionType)):
+        return True
+    if isinstance(value, (dict, list, tuple, types.MethodType)):
+        return True  # its elements are tried one by one
+    try:
+        copy.deepcopy(value)
+    except Exception:
+        return False
+    return True
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    """Return the copy of what a function refers to; itself if it was not copied."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if isinstance(value, functools.partial):
+        function, arguments = _copy_of(value.func, memo), [_copy_of(each, memo) for each in value.args]
+        return functools.partial(function, *arguments, **{k: _copy_of(v, memo) for k, v in value.keywords.items()})
+    return _rebound(value, memo) if isinstance(value, types.FunctionType) else value
+
+
+def _rebound(function: Any, memo: dict[int, Any]) -> Any:
+    """Return a function whose closure refers to the copies of what it refers to."""
+    cells = function.__closure__ or ()
+    contents = [getattr(cell, "cell_contents", None) for cell in cells]  # an empty cell has none
+    copies = [_copy_of(value, memo) for value in contents]
+    if all(a is b for a, b in zip(contents, copies, strict=True)):
+        return function
+    closure = tuple(types.CellType(value) for value in copies)
+    rebound = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
+
+
+@contextlib.contextmanager
+def read_only(model: nn.Module) -> Iterator[None]:
+    """Raise a RuntimeError before an operation writes to a parameter, as training does to a teacher's weights."""
+    saved = [(parameter, parameter.data) for parameter in model.parameters()]
+    memory = {parameter.untyped_storage().data_ptr() for parameter, _ in saved if not is_absent(parameter)}
+    try:
+        with _NoWrites(memory):
+            yield
+    finally:
+        for parameter, data in saved:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+
+
+class _NoWrites(TorchDispatchMode):
+    """Raise before an operation writes to one of these storages."""
+
+    def __init__(self, memory: set[int]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._check(argument, value)
+            for argument in func._schema.arguments:
+                self._check(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _check(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for leaf in tree_leaves(value):
+            if (
+                torch.is_tensor(leaf)
+                and leaf.layout == torch.strided
+                and leaf.untyped_storage().data_ptr() in self.memory
+            ):
+                raise RuntimeError("a forward writes to a parameter")
 
 
 class RandomWeights:
@@ -74,16 +207,19 @@ class RandomWeights:
         values: dict[int, Any] = {}
         # Largest first: a pool that is replaced by a larger one would stay in memory.
         parameters = list(module.parameters())
-        for parameter in sorted(parameters, key=lambda p: -math.prod(_shape(p))):
+        for parameter in sorted(filter(_is_number, parameters), key=lambda p: -math.prod(_shape(p))):
             self._pool(parameter, dtype, device)
         for number, parameter in enumerate(parameters):
+            if not _is_number(parameter):
+                continue  # positions, which are copied
             values[id(parameter)] = self._parameter(parameter, number, dtype, device)
         for part in module.modules():
             # Some models keep tables as plain attributes.
-            for tensor in (*part._buffers.values(), *vars(part).values()):
+            attributes = tree_leaves([value for name, value in vars(part).items() if name not in _OF_MODULES])
+            for tensor in (*part._buffers.values(), *attributes):
                 if torch.is_tensor(tensor) and tensor.is_meta:
                     values.setdefault(id(tensor), _filled(tensor, device))
-        copied = copy.deepcopy(module, values)
+        copied = deep_copy(module, values)
         for part in copied.modules() if device is not None else ():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(device)
@@ -93,7 +229,7 @@ class RandomWeights:
         shape = _shape(like)
         fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1] if shape else 1  # of convolutions, and others
         exponent = round(math.log2(max(1, fan_in)) / 2) if len(shape) > 1 else None  # of 2: few sizes, few pools
-        key = (dtype or like.dtype, device or like.device, exponent)
+        key = (like.dtype if like.is_complex() else dtype or like.dtype, device or like.device, exponent)
         length = math.prod(shape) + _STARTS
         if key not in self._pools or len(self._pools[key]) < length:
             drawn = self._drawn[:length]
@@ -120,6 +256,8 @@ def _filled(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     Masks alternate, since true may mean "use" or "hide": under both meanings each row has something to read.
     """
     filled = torch.ones(like.shape, dtype=like.dtype, device=device or "cpu")
+    if not like.dim():
+        return filled if like.is_floating_point() or like.is_complex() else filled.zero_()
     if like.dtype == torch.bool or (like.dim() > 1 and like.shape[-1] == like.shape[-2] > 1):
         filled[..., 1::2] = 0
     return filled if like.is_floating_point() or like.is_complex() or like.dtype == torch.bool else filled.zero_()
@@ -134,7 +272,7 @@ def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
 
     Example: ``shadow(model)(torch.zeros(1, 8, dtype=torch.long))``.
     """
-    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+    if any(map(is_quantized, model.parameters())):
         raise LNSConfigError(
             f"The weights of {type(model).__name__} are quantized. Expected floating weights. "
             "Apply the scheme before quantization."
@@ -168,7 +306,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Move the tensors of an example to ``device``; tensors on the meta device become ones, of integers zeros."""
     if torch.is_tensor(value):
         return _filled(value, device) if value.is_meta else value.to(device)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: to_device(each, device) for key, each in value.items()}
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(to_device(each, device) for each in value)

@@ -5,16 +5,19 @@ The blocks may sit in a list of lists, such as the chunks of DINOv2 or the stage
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from olmo_lns import probe
+from olmo_lns import probe, shadow
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.response import replace_first
+from olmo_lns.response import first_output, replace_first
 
 __all__ = ["Blocks", "Trace", "call_of", "find_blocks", "norms_example", "record", "require_same_in_training"]
 
@@ -29,6 +32,7 @@ class Trace:
     :param calls: module -> its last call; None for a module whose output is no stream.
     :param outputs: module with a call -> the stream that it returned.
     :param shapes: module without inner weights -> the shape of its input.
+    :param norm_calls: module that may be a norm -> arguments of its first call, the input without values.
     :param widths: module whose output has the shape of its input -> the last dimension, of its last call.
     """
 
@@ -37,6 +41,24 @@ class Trace:
     outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     shapes: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
     widths: dict[nn.Module, int] = field(default_factory=dict)
+
+    norm_calls: dict[nn.Module, tuple[Any, Any]] = field(default_factory=dict)
+    _is_norm: dict[nn.Module, bool] = field(default_factory=dict)
+
+    def is_norm(self, module: nn.Module) -> bool:
+        """Return true for a norm: by what it does where it ran, or by the name of its class."""
+        if module not in self._is_norm:
+            found = probe.looks_like_norm(module)
+            if not found and module in self.norm_calls:
+                with contextlib.suppress(Exception):
+                    found = probe.is_norm(module, *self.norm_calls[module])
+            self._is_norm[module] = found
+        return self._is_norm[module]
+
+    def norm_count(self, module: nn.Module) -> int:
+        """Return the number of norms in a module; a norm in a norm does not count."""
+        norms = [part for part in module.modules() if self.is_norm(part)]
+        return len(norms) - sum(inner in norms for norm in norms for inner in norm.modules() if inner is not norm)
 
     def ran_once(self, module: nn.Module) -> bool:
         """Return true for a module that ran once, on a stream that it returned."""
@@ -52,7 +74,9 @@ class Blocks:
     trace: Trace
 
 
-def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module]) -> Trace:
+def record(
+    model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module], *, is_repeated: bool = False
+) -> Trace:
     """Run the model once. :param members: modules whose calls are kept."""
     trace, members = Trace(), set(members)
 
@@ -68,6 +92,11 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
         value = next(iter((*args, *kwargs.values())), None)
         if torch.is_tensor(value) and (probe.is_leaf(module) or module._parameters):
             trace.shapes[module] = tuple(value.shape)
+            may_be = value.is_floating_point() and value.dim() > 1 and probe.has_vectors_only(module)
+            if may_be and module not in trace.norm_calls and (call is not None or torch.is_tensor(stream)):
+                trace.norm_calls[module] = tree_map(
+                    lambda leaf: leaf if leaf is not value else _empty(leaf), (args, dict(kwargs))
+                )
 
     watched = [
         module
@@ -76,7 +105,18 @@ def record(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module
     ]
     with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
+    if set(model.modules()) - set(watched) - _scripted(model) and not is_repeated:  # modules that the forward has built
+        return record(model, run, members, is_repeated=True)
     return trace
+
+
+def _scripted(model: nn.Module) -> set[nn.Module]:
+    return {module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of this shape, dtype and device that takes no memory."""
+    return like.new_zeros(1).expand(like.shape)
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
@@ -85,7 +125,7 @@ def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> pr
     stream = probe.stream_of(output)
     for key, value in arguments:
         is_matrix = torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2
-        if is_matrix and (stream is None or stream.shape == value.shape):
+        if is_matrix and stream is not None and stream.shape == value.shape:
             return probe.Call(tuple(args), dict(kwargs), key)
     return None
 
@@ -109,15 +149,16 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
                 f"{type(model).__name__}: the modules in blocks= were expected to run once each, in this order, on one "
                 f"stream; they did not. Give the norms themselves: {norms_example(model, trace)}."
             )
+        _find_streams(listed, trace)
         _require_one_stream(model, listed, trace, "blocks=", run)
-        _require_whole_depth(model, listed, trace, "blocks=", run, is_given=True)
+        _require_whole_depth(model, listed, trace, "blocks=", run, lists, is_given=True)
         return Blocks("", listed, trace)
     stacks: dict[str, list[nn.Module]] = {}
     for name, listed in lists.items():
         if not any(_is_inside(name, outer) for outer in stacks) and _is_stack(listed, trace):
             stacks[name] = listed
     _refuse_repeated(model, lists, stacks, trace)
-    with_norms = {name: listed for name, listed in stacks.items() if all(map(_norm_count, listed))}
+    with_norms = {name: listed for name, listed in stacks.items() if all(map(trace.norm_count, listed))}
     stacks = with_norms or stacks  # between the blocks, convolutions of positions may have a list of their own
     if len(stacks) > 1:
         stacks = _joined_stages(model, stacks, trace) or stacks
@@ -132,9 +173,47 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     ((name, listed),) = stacks.items()
     _require_numbers(model, name)
     listed = _blocks_of_chunks(name, listed, lists, trace)
+    _find_streams(listed, trace)
     _require_one_stream(model, listed, trace, name, run)
-    _require_whole_depth(model, listed, trace, name, run, is_given=False)
+    _require_whole_depth(model, listed, trace, name, run, lists, is_given=False)
     return Blocks(name, listed, trace)
+
+
+def _find_streams(blocks: Sequence[nn.Module], trace: Trace) -> None:
+    """Correct the calls of blocks by what the model does between them.
+
+    Another argument of the stream's shape may come first. Or the blocks return what the model adds to the stream.
+    """
+    calls = [trace.calls[block] for block in blocks]
+    if len(blocks) < 2 or any(call is None for call in calls):
+        return
+    whole = [call for call in calls if call is not None]
+    pairs = [(trace.outputs[block], call) for block, call in zip(blocks, whole[1:], strict=False)]
+    places: list[int | str] = [*range(len(whole[1].args)), *whole[1].kwargs]
+
+    def is_stream(place: int | str) -> bool:
+        arguments = [_argument(call, place) for _, call in pairs]
+        return all(torch.is_tensor(a) and _is_same(y, a) for (y, _), a in zip(pairs, arguments, strict=True))
+
+    place = next((place for place in places if is_stream(place)), None)
+    has_place = place is not None and all(_argument(call, place) is not None for call in whole)
+    if place is not None and has_place:
+        for block, call in zip(blocks, whole, strict=True):
+            trace.calls[block] = replace(call, place=place)
+    elif all(_is_sum(call.stream, y, following.stream) for call, (y, following) in zip(whole, pairs, strict=False)):
+        for block, call in zip(blocks, whole, strict=True):
+            trace.calls[block] = replace(call, is_change=True)
+
+
+def _argument(call: probe.Call, place: int | str) -> Any:
+    if isinstance(place, str):
+        return call.kwargs.get(place)
+    return call.args[place] if place < len(call.args) else None
+
+
+def _is_sum(stream: torch.Tensor, output: torch.Tensor, following: torch.Tensor) -> bool:
+    alike = stream.shape == output.shape == following.shape
+    return alike and torch.allclose(stream + output, following, rtol=1e-4, atol=1e-5)
 
 
 def _is_inside(name: str, outer: str) -> bool:
@@ -191,16 +270,12 @@ def _refuse_repeated(
         counts = {trace.runs.get(module, 0) for module in listed}
         is_inside = any(_is_inside(name, outer) for outer in stacks)
         has_streams = all(trace.calls.get(module) is not None for module in listed)
-        if min(counts) > 1 and has_streams and not is_inside and all(map(_norm_count, listed)):
+        if min(counts) > 1 and has_streams and not is_inside and all(map(trace.norm_count, listed)):
             raise LNSConfigError(
                 f"{type(model).__name__}: {name} ran {max(counts)} times in one forward of the example, expected once. "
                 "LayerNorm Scaling needs a block's number in a depth that runs once. Give an example= that runs each "
                 "block once, or the blocks of the part that does: blocks=model.layers."
             )
-
-
-def _norm_count(module: nn.Module) -> int:
-    return sum(1 for child in module.modules() if probe.looks_like_norm(child))
 
 
 def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]], trace: Trace) -> dict[str, list[nn.Module]]:
@@ -235,8 +310,10 @@ def _blocks_of_chunks(
             inside = set(element.modules()) - {element}
             if element in inner or not set(members) <= inside or not _is_stack(members, trace):
                 continue
-            has_all = sum(map(_norm_count, members)) == _norm_count(element)
-            if has_all and (all(_norm_count(member) >= 2 for member in members) or _is_parallel(members[0], trace)):
+            has_all = sum(map(trace.norm_count, members)) == trace.norm_count(element)
+            if has_all and (
+                all(trace.norm_count(member) >= 2 for member in members) or _is_parallel(members[0], trace)
+            ):
                 inner[element] = members
     if len(inner) < len(listed):
         return listed
@@ -257,23 +334,33 @@ def _require_numbers(model: nn.Module, name: str) -> None:
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
         raise LNSConfigError(
             f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
-            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
+            "factor of a block depends on its number in the whole model. Apply before the model is split into stages. "
+            f"If these are all blocks, give them: blocks={_expression('model', name)}."
         )
 
 
 def _require_whole_depth(
-    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any], *, is_given: bool
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    trace: Trace,
+    source: str,
+    run: Callable[[], Any],
+    lists: Mapping[str, list[nn.Module]],
+    *,
+    is_given: bool,
 ) -> None:
     """Check that no similar block ran outside of the list, or, for given blocks, that it is another tower's.
 
     :raises LNSConfigError: the names of the similar blocks.
     """
-    widths = {call.stream.shape[-1] for block in blocks if (call := trace.calls[block]) is not None}
-    outside = _similar_modules(model, blocks, trace, widths)
+    widths = _widths(blocks, trace)
+    outside = _similar_modules(model, blocks, trace, widths, run)
     others: set[nn.Module] = set()
     if outside and is_given and _is_separate(blocks, list(outside.values()), run):
         others, outside = {part for module in outside.values() for part in module.modules()}, {}
     outside = outside or _functional_blocks(model, {*blocks, *others}, trace, widths, run)
+    if is_given and not outside:
+        _refuse_a_stage(model, blocks, trace, run, lists)
     if not outside or (is_given and _is_separate(blocks, list(outside.values()), run)):
         return
     raise LNSConfigError(
@@ -283,13 +370,78 @@ def _require_whole_depth(
     )
 
 
-def _similar_modules(
-    model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int]
-) -> dict[str, nn.Module]:
-    """Return the modules outside of the blocks that ran and may be blocks as well.
+def _refuse_a_stage(
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, run: Callable[[], Any], lists: Mapping[str, Any]
+) -> None:
+    """Refuse given blocks that are a part of a depth, whatever the widths and classes of its other parts are.
 
-    These are modules of the blocks' classes, and modules with two norms or more of the blocks' width.
+    :raises LNSConfigError: another list gives all positions of the stream of these blocks, or gets all of them.
     """
+    given = {module for block in blocks for module in block.modules()}
+    for name, listed in lists.items():
+        members = {module for block in listed for module in block.modules()}
+        is_other = given.isdisjoint(members) and not any(given <= set(module.modules()) for module in listed)
+        if not is_other or not _is_stack(listed, trace) or not all(map(trace.norm_count, listed)):
+            continue
+        if _feeds(listed, blocks, trace, run) or _feeds(blocks, listed, trace, run):
+            first, second = (
+                ("blocks=", name)
+                if list(trace.runs).index(blocks[0]) < list(trace.runs).index(listed[0])
+                else (name, "blocks=")
+            )
+            raise LNSConfigError(
+                f"{type(model).__name__}: the blocks in {second} read the stream that the blocks in {first} give, so "
+                "that blocks= is a part of the depth, expected all of it: the factor of a block depends on its number "
+                f"in the whole depth. Give all blocks in order: {_joined(first, second, name)}."
+            )
+
+
+def _joined(*names: str) -> str:
+    """Return the argument with all blocks of two lists, as far as they have names."""
+    *order, listed = names
+    parts = [f"*{_expression('model', name)}" if name == listed else "*…" for name in order]
+    return f"blocks=[{', '.join(parts)}]"
+
+
+def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace, run: Callable[[], Any]) -> bool:
+    """Return true if each position of the second blocks' stream depends on the first blocks."""
+    call = trace.calls[second[0]]
+    found: list[torch.Tensor] = []
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        return replace_stream(output, 2.0 * probe.stream_of(output).roll(1, -1))  # type: ignore[union-attr]
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(args[call.place] if isinstance(call.place, int) else kwargs[call.place])  # type: ignore[union-attr]
+
+    hooks = [first[-1].register_forward_hook(change), second[0].register_forward_pre_hook(note, with_kwargs=True)]
+    with probe.hooks(hooks), torch.no_grad():
+        run()
+    if call is None or not found or found[0].shape != call.stream.shape:
+        return False
+    return bool((found[0] != call.stream).any(-1).all())
+
+
+def _widths(blocks: Sequence[nn.Module], trace: Trace) -> set[int]:
+    """Return the last dimensions of the blocks' streams, and of the norms in them that read such a stream."""
+    widths: set[int] = set()
+    for block in blocks:
+        if (call := trace.calls[block]) is not None:
+            shapes = [trace.shapes[part] for part in block.modules() if part in trace.norm_calls]
+            sizes = [shape[-1] for shape in shapes if math.prod(shape) == call.stream.numel()]
+            widths |= {call.stream.shape[-1], *(size for size in sizes if size in call.stream.shape)}
+    return widths
+
+
+def _similar_modules(
+    model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
+) -> dict[str, nn.Module]:
+    """Return the modules outside of the blocks that ran and may be blocks as well, or norms in front of branches.
+
+    These are modules of the blocks' classes, modules with two norms or more of the blocks' width, one of which is in
+    front of a branch, and norms in front of branches that are in no such module.
+    """
+    blocks = list(blocks)
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
     alike: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -301,10 +453,94 @@ def _similar_modules(
             continue
         if parts & inner:  # a module around the blocks
             continue
-        norms = [part for part in parts if probe.looks_like_norm(part) and part in trace.runs]
+        norms = [part for part in parts if part in trace.runs and trace.is_norm(part)]
         if sum(trace.shapes.get(norm, (0,))[-1] in widths for norm in norms) > 1:
             alike[name] = module
-    return alike
+    around = _norms_on_branches(model, blocks, trace, widths, run)
+    if around is None:
+        return alike
+    alike = {
+        name: module
+        for name, module in alike.items()
+        if type(module) in kinds - {nn.Sequential} or around.intersection(module.modules())
+    }
+    named = {part for module in alike.values() for part in module.modules()}
+    rest = around - named
+    if len(rest) == 1 and not alike and all(map(_runs_behind(blocks, trace), rest)):  # of a head
+        rest = set()
+    return alike | {name: module for name, module in model.named_modules() if module in rest}
+
+
+def _norms_on_branches(
+    model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
+) -> set[nn.Module] | None:
+    """Return the norms outside of the blocks whose input also goes around them, as in front of a branch.
+
+    A forward with gradients shows it: while the norm's output is detached, the next block, or the model's output,
+    still depends on the norm's input.
+
+    :returns: None if the model has no gradients.
+    """
+    blocks = [block for block in blocks if trace.runs.get(block) == 1]
+    inner = {module for block in blocks for module in block.modules()}
+    dims = {call.stream.dim() for block in blocks if (call := trace.calls.get(block)) is not None}
+    norms = {
+        module
+        for module in trace.runs
+        if module not in inner
+        and trace.is_norm(module)
+        and (trace.shapes.get(module, (0,))[-1] in widths or len(trace.shapes.get(module, ())) in dims & {3})
+    }
+    order = list(trace.runs)
+    last = max((order.index(block) for block in blocks), default=-1)
+    if len(norms) < 2 and not any(order.index(norm) < last for norm in norms):  # only the final norm
+        return set()
+    found: set[nn.Module] = set()
+    pending: list[tuple[nn.Module, torch.Tensor]] = []
+    weights = torch.Generator().manual_seed(8)
+
+    def settle(values: Any) -> None:
+        targets = [leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf) and leaf.requires_grad]
+        for norm, value in pending if targets else []:
+            directions = [torch.randn(t.shape, generator=weights, device="cpu").to(t) for t in targets]
+            (gradient,) = torch.autograd.grad(targets, value, directions, retain_graph=True, allow_unused=True)
+            if gradient is not None and float(gradient.abs().max()) > 0:
+                found.add(norm)
+        pending.clear()
+
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+        settle((args, dict(kwargs)))
+        torch.set_grad_enabled(False)
+
+    def leave(block: nn.Module, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)
+        stream = probe.stream_of(output)
+        return output if stream is None else replace_stream(output, stream.detach().requires_grad_())
+
+    def start(module: nn.Module, args: Any, output: Any) -> Any:
+        """Let what no weights with gradients gave have gradients."""
+        y = first_output(output)
+        is_start = torch.is_tensor(y) and y.is_floating_point() and torch.is_grad_enabled() and not y.requires_grad
+        return replace_first(output, y.detach().requires_grad_()) if is_start else output
+
+    def detach(norm: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        value = next(iter((*args, *kwargs.values())), None)
+        if torch.is_tensor(value) and value.requires_grad:
+            pending.append((norm, value))
+        return tree_map(lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf, output)
+
+    leaves = [m for m in trace.runs if m not in inner and m not in norms and not list(m.children())]
+    handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    handles += [norm.register_forward_hook(detach, with_kwargs=True) for norm in norms]
+    handles += [leaf.register_forward_hook(start) for leaf in leaves if not isinstance(leaf, torch.jit.ScriptModule)]
+    with probe.hooks(handles), torch.enable_grad():
+        try:
+            output = run()
+            settle(dict(output) if isinstance(output, Mapping) else output)
+        except (RuntimeError, LNSConfigError):  # a function without gradients
+            return None
+    return found
 
 
 def _functional_blocks(
@@ -321,19 +557,29 @@ def _functional_blocks(
         if trace.runs.get(module) == 1
         and trace.widths.get(module) in widths
         and not inner.intersection(module.modules())
-        and not (probe.looks_like_norm(module) or type(module).__module__.startswith("torch.nn."))
+        and not (trace.is_norm(module) or type(module).__module__.startswith("torch.nn."))
         and any(parameter.dim() > 1 for parameter in module.parameters())
     }
     if not candidates:
         return {}
     calls = record(model, run, candidates.values()).calls
     found: dict[str, nn.Module] = {}
+    branches: dict[str, int] = {}
     for name, module in candidates.items():
         call = calls.get(module)
         inside = any(_is_inside(name, outer) for outer in found)
-        if call is not None and not inside and probe.reads_through_a_norm(module, call):
-            found[name] = module
-    return found
+        if call is not None and not inside and (count := probe.normed_branches(module, call)):
+            found[name], branches[name] = module, count
+    # One branch behind the blocks that mixes no positions belongs to a head.
+    is_head = sum(branches.values()) == 1 and all(map(_runs_behind(blocks, trace), found.values()))
+    return {} if is_head else found
+
+
+def _runs_behind(blocks: Iterable[nn.Module], trace: Trace) -> Callable[[nn.Module], bool]:
+    """Return a function that is true for a module that runs behind all of these blocks."""
+    order = {module: number for number, module in enumerate(trace.runs)}
+    last = max((order[block] for block in blocks if block in order), default=-1)
+    return lambda module: order[module] > last
 
 
 def require_same_in_training(
@@ -350,10 +596,11 @@ def require_same_in_training(
     names, norms = {module: name for name, module in model.named_modules()}, list(norms)
     widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
     try:
-        in_training = record(model, run, ())
-        similar = _similar_modules(model, blocks, in_training, widths)
+        with shadow.read_only(model):
+            in_training = record(model, run, ())
+        similar = _similar_modules(model, blocks, in_training, widths, run)
         similar |= _functional_blocks(model, blocks, in_training, widths, run)
-    except LNSConfigError:
+    except LNSConfigError:  # it needs labels, or writes to its weights
         return
     again = [names[norm] for norm in norms if in_training.runs.get(norm, 0) > 1]
     added = [name for name, module in similar.items() if not any(part in trace.runs for part in module.modules())]
@@ -361,7 +608,8 @@ def require_same_in_training(
         raise LNSConfigError(
             f"{type(model).__name__}: in training mode its forward runs {', '.join(again or added)} "
             f"{'several times' if again else 'as well, which look like blocks and do not run in eval mode'}. Expected "
-            "the same blocks, once each, in both modes. LayerNorm Scaling cannot number blocks that only train."
+            "the same blocks, once each, in both modes. If their numbers are right, give the blocks, "
+            "blocks=model.layers, or an example= that runs them once: example=lambda model: model.encoder(ids)."
         )
 
 
@@ -397,11 +645,16 @@ def _require_one_stream(
 
     streams = inputs(blocks[:1], lambda y: 2.0 * y.roll(1, -1))
     for number, (block, call) in enumerate(zip(blocks[1:], calls[1:], strict=True), start=2):
-        if call is not None and block in streams and _is_same(streams[block], call.stream):
+        if call is None or block not in streams or streams[block].shape != call.stream.shape:
+            continue
+        # What joins the stream between two blocks, as images in front of text, comes from another one.
+        joined = trace.outputs[blocks[number - 2]].shape != call.stream.shape
+        depends = streams[block] != call.stream
+        if not bool(depends.any()) or (joined and not bool(depends.any(-1).all())):
             raise LNSConfigError(
-                f"{type(model).__name__}: the blocks in {source} have two streams: the input of block {number} does "
-                "not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give the blocks or the "
-                f"norms of one stream: {norms_example(model, trace)}."
+                f"{type(model).__name__}: the blocks in {source} have two streams: the input of block {number}, or a "
+                "part of it, does not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give "
+                f"the blocks or the norms of one stream: {norms_example(model, trace)}."
             )
     # Between stages of other widths, as in Swin, the stream may be normalised.
     between = [
@@ -435,6 +688,109 @@ def _require_one_stream(
                 )
 
 
+def require_residual_stream(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Check that the model reads its stream through these norms only, by two forwards with their outputs held.
+
+    What the second forward adds to the first block's input, and to the output of each block, must go through all later
+    blocks as it is. Between two blocks a linear function may change it, or another stage may begin.
+
+    :raises LNSConfigError: the block that reads something else, or the two blocks between which the model does.
+    """
+    held: dict[nn.Module, torch.Tensor] = {}
+    added: dict[Any, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(9)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    # Where the model adds what a block returns, only outputs are changed.
+    is_change = all((call := trace.calls[block]) is not None and call.is_change for block in blocks)
+
+    def drawn(table: dict[Any, torch.Tensor], key: Any, like: torch.Tensor) -> torch.Tensor:
+        if key not in table:
+            table[key] = torch.randn(like.shape, generator=generator, device="cpu").to(like)
+        return table[key]
+
+    def hold(norm: nn.Module, args: Any, output: Any) -> Any:
+        return replace_first(output, drawn(held, norm, first_output(output)).clone())
+
+    def forward(size: float, only: int | None = None) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Return the streams in front of the blocks and behind them. :param only: the one output that is changed."""
+        before: dict[int, torch.Tensor] = {}
+        after: dict[int, torch.Tensor] = {}
+
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            number, call = numbers[block], trace.calls[block]
+            place = call.place  # type: ignore[union-attr]
+            stream = kwargs[place] if isinstance(place, str) else args[place]
+            before[number] = stream.detach()
+            if number > 0 or is_change or only is not None:
+                return None
+            changed = stream + size * drawn(added, "input", stream)
+            if isinstance(place, str):
+                return args, {**kwargs, place: changed}
+            return (*args[:place], changed, *args[place + 1 :]), kwargs
+
+        def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            stream, number = probe.stream_of(output), numbers[block]
+            if stream is None:
+                return output
+            after[number] = stream.detach()
+            change = drawn(added, number, stream)
+            return replace_stream(output, stream + size * change) if only in (None, number) else output
+
+        handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+        handles += [block.register_forward_hook(leave, with_kwargs=True) for block in blocks]
+        handles += [norm.register_forward_hook(hold) for norm in norms]
+        with probe.hooks(handles), torch.no_grad():
+            run()
+        return before, after
+
+    norms = list(norms)
+    (before, after), (moved_before, moved_after) = forward(0.0), forward(1.0)
+    difference = [moved_before[number].double() - before[number].double() for number in range(len(blocks))]
+    expected = difference[0] if is_change else added["input"].double()
+    places = []
+    for number in range(len(blocks)):
+        if number > 0:
+            if not _is_moved_by(expected, before[number], moved_before[number]):
+                places.append(number)
+            expected = difference[number]
+        if not is_change and not _is_moved_by(expected, after[number], moved_after[number]):
+            raise LNSConfigError(
+                f"{type(model).__name__}: block {number + 1} reads the model's stream elsewhere than through its "
+                "norms, for example by an argument that the model computes from the stream. LayerNorm Scaling "
+                "expects branches that read the stream through the norms only."
+            )
+        expected = expected + added[number].double()
+    twice = forward(2.0)[0] if places else {}
+    for place in places:
+        if before[place].shape != after[place - 1].shape:  # another stage
+            continue
+        doubled = twice[place].double() - before[place].double()
+        is_single = before[place].dtype in (torch.float32, torch.float64)
+        is_linear = float((doubled - 2 * difference[place]).norm()) < (0.02 if is_single else 0.1) * float(
+            doubled.norm()
+        )
+        last = added[place - 1].double()
+        share = float((difference[place] * last).sum()) / float(last.square().sum())
+        if is_linear and (share > 0.3 or not _is_same(forward(1.0, place - 1)[0][place], before[place])):
+            continue
+        raise LNSConfigError(
+            f"{type(model).__name__}: between the blocks {place} and {place + 1} the model changes its stream, and "
+            "not by adding to it. LayerNorm Scaling expects a residual stream that goes through all blocks, one after "
+            f"the other. If you want its factors here, give the norms: {norms_example(model, trace)}."
+        )
+
+
+def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tensor) -> bool:
+    """Return true if a stream moved by what was expected, up to the rounding of its dtype."""
+    if expected.shape != stream.shape:
+        return False
+    rounding = 1e-5 if stream.dtype in (torch.float32, torch.float64) else 0.03
+    difference = float((moved.double() - stream.double() - expected).norm())
+    return difference < 0.01 * float(expected.norm()) + rounding * float(stream.double().norm())
+
+
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
 
@@ -447,13 +803,18 @@ def replace_stream(output: Any, value: torch.Tensor) -> Any:
 
 
 def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:
-    """Return true if neither of two groups of blocks reads what the other gives, as in a model with two towers."""
+    """Return true if neither of two groups of blocks gets its whole stream from the other, as in two towers.
+
+    A tower may give some positions of the other's stream, or another argument, as images in a language model.
+    """
 
     def inputs(group: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.extend(t.detach().clone() for t in (*args, *kwargs.values()) if torch.is_tensor(t))
+            tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.is_floating_point()]
+            if not found:  # the first of the group
+                found.extend(t.detach().clone() for t in tensors[:1])
 
         def change(module: nn.Module, args: Any, output: Any) -> Any:
             stream = probe.stream_of(output)
@@ -467,7 +828,7 @@ def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run:
     outside = [part for module in outside for part in _parts_that_run(module)]
     for group, others in ((blocks, outside), (outside, blocks)):
         pairs = zip(inputs(group, []), inputs(group, others), strict=True)
-        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+        if any(a.shape != b.shape or bool((a != b).any(-1).all()) for a, b in pairs):
             return False
     return True
 
@@ -487,7 +848,7 @@ def norms_example(model: nn.Module, trace: Trace) -> str:
     names = {module: name for name, module in model.named_modules()}
     places: dict[str, dict[str, list[str]]] = {}  # list -> path in the element -> keys of the elements
     for module in trace.runs:
-        if not probe.looks_like_norm(module) or trace.runs[module] != 1 or module not in names:
+        if not trace.is_norm(module) or trace.runs[module] != 1 or module not in names:
             continue
         parts = names[module].split(".")
         for i in (i for i, part in enumerate(parts) if part.isdigit()):

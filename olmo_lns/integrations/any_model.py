@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from contextlib import contextmanager
+import re
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -67,12 +69,17 @@ class Located:
         return [model.get_submodule(block or norms[0].rpartition(".")[0]) for block, norms in names]
 
     def norms_of(self, model: nn.Module) -> dict[str, list[nn.Module]]:
-        """Return the norms of a model: name of the norm, ``*`` for numbers -> that norm in all blocks."""
+        """Return the norms of a model: name of the norm, ``*`` for the numbers of blocks -> that norm in all blocks."""
         norms: dict[str, list[nn.Module]] = {}
-        for names in self.norms:
+        for names in zip(*self.norms, strict=True) if len({*map(len, self.norms)}) == 1 else self.norms:
+            by_place: dict[str, list[str]] = {}
             for name in names:
-                place = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                norms.setdefault(place, []).append(model.get_submodule(name))
+                by_place.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+            for alike in by_place.values():
+                numbers = zip(*(re.findall(r"\d+", name) for name in alike), strict=True)
+                differing = iter(["*" if len({*each}) > 1 else each[0] for each in numbers])
+                place = re.sub(r"\d+", lambda match, differing=differing: next(differing), alike[0])  # type: ignore[misc]
+                norms.setdefault(place, []).extend(map(model.get_submodule, alike))
         return norms
 
 
@@ -85,6 +92,11 @@ def require_unwrapped(model: nn.Module) -> None:
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
     refuse_wrappers(model)
     refuse_offloaded(model)
+    if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        raise LNSConfigError(
+            f"{type(model).__name__} has lazy modules, whose weights have no shape yet. apply expects a built model. "
+            "Run the model once on an example first."
+        )
     if torch.is_inference_mode_enabled():
         raise LNSConfigError(
             "apply was called inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are "
@@ -156,10 +168,14 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
         example = ids.to(shadow.device_of(model))
 
     def run() -> Any:
+        with probe.same_randomness(shadow.device_of(model)):
+            return once()
+
+    def once() -> Any:
         try:
             if callable(example) and not torch.is_tensor(example):
                 return example(model)
-            if isinstance(example, dict):
+            if isinstance(example, Mapping):
                 return model(**example)
             return model(*example) if isinstance(example, (tuple, list)) else model(example)
         except Exception as error:
@@ -173,33 +189,82 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients; restore modes, buffers and random states afterwards.
+    """Run in eval mode without gradients and compilers; restore modes, buffers, attributes and random states.
 
     The modes are set one by one, since a module's own ``train`` may do more, such as merging adapters.
     """
     training = {module: module.training for module in model.modules()}
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    plain = [module for module in training if not isinstance(module, torch.jit.ScriptModule)]
+    attributes = {module: (_members(module), _attributes(module)) for module in plain}
+    buffers = [(module, dict(module._buffers)) for module in training]
     values = {
         buffer: buffer.detach().clone()
         for _, owned in buffers
         for buffer in owned.values()
-        if buffer is not None and not buffer.is_meta
+        if buffer is not None and not buffer.is_meta and buffer.layout == torch.strided
     }
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     for module in training:
         module.training = False
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad(), _without_compilers():
             yield
     finally:
         for module, mode in training.items():
             module.training = mode
-        for table, owned in buffers:
-            table.update(owned)
+        for module, (members, saved) in attributes.items():
+            if members == _members(module):  # else the forward has built a part of the module
+                _restore_attributes(module, saved)
+        for module, owned in buffers:
+            for name in module._buffers.keys() - owned.keys():
+                del module._buffers[name]
+            module._buffers.update(owned)
         with torch.no_grad():
             for buffer, value in values.items():
                 if buffer.shape == value.shape and not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+def _without_compilers() -> Any:
+    """Run compiled functions as they were written: Dynamo does not guard on hooks, so it would reuse what it has."""
+    compiler = getattr(torch, "compiler", None)
+    is_used = "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance")
+    return compiler.set_stance("force_eager") if is_used else nullcontext()  # type: ignore[union-attr]
+
+
+def _members(module: nn.Module) -> tuple[set[str], set[str]]:
+    return set(module._modules), set(module._parameters)
+
+
+#: Attributes of a module that are no state of a forward.
+_KEPT = ("_parameters", "_modules", "_buffers", "training", "forward")
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes in which a forward may keep a state: name -> its value, and a copy of a container."""
+    found = {name: value for name, value in vars(module).items() if name not in _KEPT and not name.startswith("lns_")}
+    containers = (list, dict, set)
+    return {
+        name: (value, copy.copy(value) if type(value) in containers else None)
+        for name, value in found.items()
+        if "hook" not in name
+    }
+
+
+def _contents(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
+
+
+def _restore_attributes(module: nn.Module, saved: Mapping[str, tuple[Any, Any]]) -> None:
+    """Give a module the attributes that it had before a forward."""
+    for name in _attributes(module).keys() - saved.keys():
+        del vars(module)[name]
+    for name, (value, content) in saved.items():
+        if vars(module).get(name) is not value:
+            vars(module)[name] = value
+        if content is not None and [*map(id, _contents(value))] != [*map(id, _contents(content))]:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 def locate(
@@ -220,7 +285,8 @@ def locate(
     :param arithmetic_of: as in :func:`attach`.
     :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
     """
-    blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+    blocks, norms = _as_list(blocks), _as_list(norms)
+    norms = [_as_list(each) for each in norms] if isinstance(norms, list) else norms
     if blocks is not None and norms is not None:
         raise LNSConfigError("blocks= and norms= were both given. Give one of them.")
     weights = shadow.RandomWeights()
@@ -237,6 +303,14 @@ def locate(
         return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
 
 
+def _as_list(value: Any) -> Any:
+    """Return a list of what a list of modules or an iterator gives; another module or value as it is."""
+    if isinstance(value, nn.ModuleDict):
+        return list(value.values())
+    is_module = isinstance(value, nn.Module) and not isinstance(value, (nn.ModuleList, nn.Sequential))
+    return value if is_module or not isinstance(value, Iterable) else list(value)
+
+
 def _is_module(value: Any) -> bool:
     return isinstance(value, nn.Module)
 
@@ -249,7 +323,6 @@ def _locate(
     weights: shadow.RandomWeights,
     arithmetic_of: ArithmeticOf,
 ) -> Located:
-    names = {module: name for name, module in model.named_modules()}
     with undisturbed(model):
         if norms is None:
             found = trace.find_blocks(model, run, blocks)
@@ -261,11 +334,17 @@ def _locate(
         advice = "" if norms else f"Or give its norms: {trace.norms_example(model, found.trace)}."
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
         hooked = [name for block, each in probes for name in _norms_to_hook(block, each, arithmetic_of)]
+    names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
     _require_one_run(names, block_norms, found.trace)
-    with undisturbed(model):
-        probe.set_training(model, True)
-        members = [norm for each in block_norms for norm in each]
-        trace.require_same_in_training(model, found.blocks or members, members, found.trace, run)
+    if found.blocks:
+        with undisturbed(model):
+            members = [norm for each in block_norms for norm in each]
+            trace.require_residual_stream(model, found.blocks, members, found.trace, run)
+    if norms is None and blocks is None:
+        with undisturbed(model):
+            probe.set_training(model, True)
+            members = [norm for each in block_norms for norm in each]
+            trace.require_same_in_training(model, found.blocks, members, found.trace, run)
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
@@ -321,8 +400,9 @@ def _probe_blocks(
     weights: shadow.RandomWeights,
     advice: str,
 ) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
-    """Return the norms of each block, the probe of one block of each structure, and each block's projections."""
-    by_structure: dict[Any, tuple[nn.Module, probe.BlockSites]] = {}
+    """Return the norms of each block, the blocks that were probed by themselves, and each block's projections."""
+    by_structure: dict[Any, probe.BlockSites] = {}
+    probes: list[tuple[nn.Module, probe.BlockSites]] = []
     numbers: dict[Any, int] = {}
     norms: list[tuple[nn.Module, ...]] = []
     projections: list[Mapping[str, int]] = []
@@ -333,8 +413,8 @@ def _probe_blocks(
             continue
         inner = {module: name for name, module in block.named_modules()}
         names = None if pair is None else tuple(inner[norm] for norm in pair)
-        key = (structure(block), names)
-        _, like = by_structure.get(key, (None, None))
+        key = (structure(block), names, tuple(tensor.shape for tensor in call.tensors()))
+        like = by_structure.get(key)
         found = probe.pre_ln_sites(
             block,
             call,
@@ -345,13 +425,15 @@ def _probe_blocks(
             advice=advice,
             weights=weights,
         )
-        by_structure.setdefault(key, (block, found))
+        by_structure.setdefault(key, found)
+        if found is not like:
+            probes.append((block, found))
         first = numbers.setdefault(key, number)
         if like is not None and found is not like and found.names == like.names:
             _require_no_factor(found, like, number, first)
         norms.append(tuple(block.get_submodule(name) for name in found.names))
         projections.append(found.projections)
-    return norms, list(by_structure.values()), tuple(projections if len(projections) == len(norms) else ())
+    return norms, probes, tuple(projections if len(projections) == len(norms) else ())
 
 
 def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: int, first: int) -> None:
@@ -391,11 +473,7 @@ def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: trace.Tra
     for name, module in model.named_modules():
         parts = list(module.modules())
         ran = any(part in traced.runs for part in parts)
-        if (
-            not ran
-            and sum(map(probe.looks_like_norm, parts)) > 1
-            and not any(name.startswith(f"{outer}.") for outer in left)
-        ):
+        if not ran and traced.norm_count(module) > 1 and not any(name.startswith(f"{outer}.") for outer in left):
             left.append(name)
         elif not list(module.children()) and module not in traced.runs and probe.looks_like_norm(module):
             place = ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -435,7 +513,7 @@ def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arith
             lambda module, args, output: replace_first(output, factor * first_output(output))
         )
         norm = scaled_copy.get_submodule(name)
-        shape = tuple(replay.call.stream.shape)
+        shape = replay.shapes[name]
         scale(norm, factor, where=name, width=shape[-1], shape=shape, arithmetic=arithmetic_of(norm))
         if hooked:
             forbid_fused_kernels(norm)
@@ -470,6 +548,7 @@ def attach(
     :raises LNSConfigError: a scheme that does more than multiply norms, or norms with another scheme.
     :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
+    refuse_foreign_attributes(model, located)
     n_layers, current = len(located.norms), sites.read_back(model)
     if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
         raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
@@ -497,6 +576,11 @@ def attach(
                             f"{where}: found a norm without its factor: it replaced a scaled norm. "
                             "Build a new model and apply the scheme after norms are replaced."
                         )
+                    if (found := vars(norm).get("lns_sites")) != tuple(norm_sites):
+                        raise MeasurementError(
+                            f"{where}: found the factor of {found[0] if found else 'no block'}. Its block was moved "
+                            "after the scheme was applied. Build a new model and apply the scheme to its final order."
+                        )
                     _measure(norm, width, shape, where)
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
@@ -507,6 +591,19 @@ def attach(
                     forbid_fused_kernels(norm)
         sites.require_complete(nn.ModuleList(norms.values()), scheme, n_layers)
     return ["sites", "output", "gradient"]
+
+
+def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
+    """Refuse norms that use names of this package. :raises LNSConfigError: the name of the norm and the attribute."""
+    for names in located.norms:
+        for name in names:
+            norm = model.get_submodule(name)
+            own = [key for key in vars(norm) if key in Scaled.__annotations__]
+            if own and not isinstance(norm, Scaled):
+                raise LNSConfigError(
+                    f"{name} has an attribute {own[0]} of its own, a name that olmo_lns uses for its factor. Rename "
+                    "it, or remove a scaling of your own before you apply one."
+                )
 
 
 def describe_initialization(model: nn.Module, located: Located) -> str:
@@ -538,6 +635,8 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
         return
     run = forward(model, example)
     norms = [model.get_submodule(name) for names in located.norms for name in names]
+    is_single = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+    tolerance = probe.SAME if is_single else probe.SAME_HALF
 
     def output(*, hooked: bool) -> list[torch.Tensor]:
         handles = [norm.register_forward_hook(_change_nothing) for norm in norms if hooked]
@@ -548,7 +647,7 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
 
     def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         pairs = zip(some, others, strict=False)
-        return all(a.shape == b.shape and float((a - b).norm()) <= probe.SAME_HALF * float(b.norm()) for a, b in pairs)
+        return all(a.shape == b.shape and float((a - b).norm()) <= tolerance * float(b.norm()) for a, b in pairs)
 
     without, hooked = output(hooked=False), output(hooked=True)
     # A model that is not the same twice, as with a state that each forward moves, cannot be compared.
@@ -585,6 +684,11 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
         line += f"; a later norm cancels the factor of {', '.join(located.cancelled)}"
     if located.partly_cancelled:
         line += f"; a later norm cancels the factor of {', '.join(located.partly_cancelled)} in a part of its branch"
+    for name, module in model.named_modules():
+        is_inner = name and "transformers.modeling_utils" in [base.__module__ for base in type(module).__mro__]
+        if is_inner and all(norm.startswith(f"{name}.") for names in located.norms for norm in names):
+            line += f"; the config of {name} does not record it: apply to {name} itself if it is saved by itself"
+            break
     if located.left:
         line += f"; left as it is, since the example does not run it: {', '.join(located.left)}"
     start_up.write_line(line)

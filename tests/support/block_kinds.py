@@ -1,5 +1,7 @@
 """Small models of the kinds that packages such as timm, vit-pytorch, flash-attn and diffusers hold."""
 
+import threading
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -526,6 +528,230 @@ class AdaptiveStack(Stack):
         for block in self.layers:
             x = block(x, condition)
         return self.out(x)
+
+
+class Closure(Block):
+    """Runs its feed-forward by a function that refers to the module, as minGPT's."""
+
+    def __init__(self):
+        super().__init__()
+        inner = self
+        self.feed_forward = lambda x: inner.down(F.gelu(inner.up(inner.n2(x))))
+
+    def forward(self, x):
+        x = x + self.attn(self.n1(x))
+        return x + self.feed_forward(x)
+
+
+class Replaced(Stack):
+    """The forward of its blocks is replaced by a function that calls it, as checkpointing does."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.layers:
+            block.forward = self.around(block.forward)
+
+    @staticmethod
+    def around(forward):
+        return lambda x: forward(x)
+
+
+class Transposed(Block):
+    """A stream of (batch, channels, time), which the block reads as tokens."""
+
+    def forward(self, x):
+        x = x + self.attn(self.n1(x.transpose(1, 2))).transpose(1, 2)
+        return x + self.mlp(self.n2(x.transpose(1, 2))).transpose(1, 2)
+
+
+class Tokens(Block):
+    """A stream of images, which the block reads as tokens."""
+
+    def forward(self, x):
+        def tokens(function, norm):
+            return function(norm(x.flatten(2).transpose(1, 2))).transpose(1, 2).view(x.shape)
+
+        x = x + tokens(self.attn, self.n1)
+        return x + tokens(self.mlp, self.n2)
+
+
+class Change(Block):
+    """Returns what the model adds to its stream."""
+
+    def forward(self, x):
+        return super().forward(x) - x
+
+
+class ChangeStack(Stack):
+    def forward(self, x):
+        for block in self.layers:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Root(nn.RMSNorm):
+    """A norm whose class has another name."""
+
+
+class RootBlock(Block):
+    def __init__(self):
+        super().__init__(norm=Root)
+
+
+class InPlace(Block):
+    """Changes the output of a norm in place, as a modulation."""
+
+    def forward(self, x):
+        h = self.n1(x)
+        h.mul_(1.5).add_(0.1)
+        x = x + self.attn(h)
+        return x + self.mlp(self.n2(x))
+
+
+class Locked(Block):
+    """Has an attribute that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Second(Block):
+    """Takes its stream behind another tensor of its shape."""
+
+    def forward(self, start, x):
+        return super().forward(x) + self.o(start)
+
+
+class SecondStack(Stack):
+    def forward(self, x):
+        start = x
+        for block in self.layers:
+            x = block(start, x)
+        return self.out(x)
+
+
+class Layer(nn.Module):
+    """A layer of one branch, which mixes positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(D), Attend()
+
+    def forward(self, x):
+        return x + self.mixer(self.norm(x))
+
+
+class TwoLayers(nn.Sequential):
+    def __init__(self, make):
+        super().__init__(make(), make())
+
+
+class TwoParallel(nn.Module):
+    """Two parallel blocks in one element of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.local, self.glob = Scales(), Scales()
+
+    def forward(self, x):
+        return self.glob(self.local(x))
+
+
+class Bypass(Block):
+    """Computes past its norms where gradients are computed, as a fused kernel with a backward of its own."""
+
+    def forward(self, x):
+        if x.requires_grad and not self.training:
+            h = F.layer_norm(x, (D,), self.n1.weight, self.n1.bias)
+            x = x + self.attn(h)
+            return x + self.mlp(self.n2(x))
+        return super().forward(x)
+
+
+class Summary(Block):
+    """Adds what the model computes from its stream."""
+
+    def forward(self, x, summary):
+        return super().forward(x) + self.o(summary)
+
+
+class SummaryStack(Stack):
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x, x.mean(1, keepdim=True))
+        return self.out(x)
+
+
+class Spikes(nn.Module):
+    """Gives signs, which do not depend on the size of the input."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        return torch.sign(x) * self.gain.mean()
+
+
+class TwoStages(nn.Module):
+    """Stages of other classes and widths, which are attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(Block(16), Block(16))
+        self.down, self.up = nn.Linear(D, 16), nn.Linear(16, D)
+        self.two = nn.Sequential(Other(), Other())
+
+    def forward(self, x):
+        return self.two(self.up(self.one(self.down(x))))
+
+
+class Flat(Stack):
+    """Attention and feed-forward layers in one list."""
+
+    def __init__(self):
+        super().__init__()
+        branches = (Attend, lambda: nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)))
+        self.layers = nn.ModuleList(ResidualLayer(make()) for _ in range(3) for make in branches)
+
+
+class ResidualLayer(PreNorm):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Stateful(Stack):
+    """Keeps a state in plain attributes, new buffers and, in training mode, in its weights."""
+
+    def forward(self, x):
+        self.steps = getattr(self, "steps", 0) + 1
+        self.register_buffer("mask", torch.ones(x.shape[1]), persistent=True)
+        if self.training:
+            with torch.no_grad():
+                self.out.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class SideBySide(Stack):
+    """Blocks that all read one stream."""
+
+    def forward(self, x):
+        return self.out(x + sum(block(x) - x for block in self.layers))
+
+
+class Branching(Stack):
+    """Two rows of blocks behind the first one."""
+
+    def forward(self, x):
+        first, second, third, fourth = self.layers
+        x = first(x)
+        return self.out(second(x) + fourth(third(x)))
+
+
+class Noise(SideBySide):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
 
 
 class Merging(nn.Linear):
