@@ -31,9 +31,6 @@ class PicklableSubclass:
         if "lns_bases" not in vars(cls):
             super().__init_subclass__(**options)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Leave out what a stock class does with its subclasses, such as entering them in a registry."""
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, stock = type(self).__dict__.get("lns_bases", (None, None))
         if mixin is None:
