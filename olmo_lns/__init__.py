@@ -50,7 +50,9 @@ def __getattr__(name: str) -> Any:
         from olmo_lns.errors import LNSConfigError
 
         # OLMo-core would treat an AttributeError as "no such class" and silently build its own block.
-        raise LNSConfigError(f"olmo_lns has no {name!r}: the block config is olmo_lns.olmo_core.BlockConfig")
+        raise LNSConfigError(
+            f"olmo_lns has no {name!r}. The block config is olmo_lns.olmo_core.BlockConfig. Correct the name."
+        )
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -83,11 +83,13 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
     if framework_of(model) != "megatron":
         if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
             raise LNSConfigError(
-                f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25."
+                f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
             )
         return
     if scheme.name != "lns":
-        raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
+        raise LNSConfigError(
+            f"The scheme is {scheme}. The Megatron integration supports lns and its exponent only. Use lns."
+        )
     if unused := [f"{name}=" for name, value in given.items() if value is not None]:
         raise LNSConfigError(
             f"{' and '.join(unused)} was given for a model of Megatron Core, whose norms are found by the names of "
@@ -158,7 +160,9 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
 
         return transformers.fold(model, dtype, example=example)
     if not any(sites.in_model(model)):
-        raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
+        raise LNSConfigError(
+            f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
+        )
     if framework == "megatron":
         raise LNSConfigError(
             f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "

@@ -55,8 +55,8 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
         if self.initialization not in (None, "plain", "upstream"):
             raise LNSConfigError(
-                f"block.initialization={self.initialization!r}: expected plain or upstream (OLMo-core's "
-                "init_method draws the weights)"
+                f"block.initialization is {self.initialization!r}. Expected plain or upstream. OLMo-core's init_method "
+                "draws the weights."
             )
         self.initialization = self.initialization or "plain"
 
@@ -68,7 +68,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
         """Build OLMo-core's block and attach the scheme. :param block_idx: 0-based, global."""
         if is_set(DISABLE):
-            raise LNSConfigError(f"{DISABLE}=1 is set, but a block config names a scheme: unset it, or remove _CLASS_")
+            raise LNSConfigError(f"{DISABLE}=1 is set, but a block config names a scheme. Unset it, or remove _CLASS_.")
         require_wrapped("olmo_core")
         blocks.require_supported(self.resolved_scheme, self.name, n_layers)
         block = self.stock().build(
@@ -97,13 +97,15 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
     model: Any = getattr(config, "model", config)
     if not hasattr(model, "block") or not hasattr(model, "n_layers"):
         raise LNSConfigError(
-            "apply() needs OLMo-core's TransformerConfig, or a config with one in `model`; found a "
-            f"{type(config).__name__}"
+            f"apply() found a {type(config).__name__}. It needs OLMo-core's TransformerConfig, or a config with one in "
+            "`model`."
         )
 
     def with_scheme(block: Any) -> BlockConfig:
         if type(block) is not _upstream.TransformerBlockConfig:
-            raise LNSConfigError(f"a block config of class {type(block).__name__}: expected TransformerBlockConfig")
+            raise LNSConfigError(
+                f"apply() found a block config of class {type(block).__name__}. Pass a config of stock blocks."
+            )
         values = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
         block_config = BlockConfig(**values, scheme=scheme, **fields)
         blocks.require_supported(block_config.resolved_scheme, block_config.name, model.n_layers)
@@ -122,6 +124,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
     raise LNSConfigError(
-        f"olmo_lns.olmo_core has no {name!r}{did_you_mean(name, __all__)}: the block config is "
-        "olmo_lns.olmo_core.BlockConfig"
+        f"olmo_lns.olmo_core has no {name!r}{did_you_mean(name, __all__)}. The block config is "
+        "olmo_lns.olmo_core.BlockConfig."
     )

@@ -44,8 +44,8 @@ def mark(module: Any, *new_sites: Site) -> None:
     """
     if present_sites := _sites_of(module):
         raise LNSConfigError(
-            f"{type(module).__name__} of {present_sites[0]} has scheme {present_sites[0].scheme} already: a block gets "
-            "its scheme once, when it is built."
+            f"{type(module).__name__} of {present_sites[0]} has the scheme {present_sites[0].scheme} already. A block "
+            "gets its scheme once, when it is built."
         )
     module.lns_sites = new_sites
 
@@ -72,7 +72,7 @@ def read_back(model: Any) -> Scheme:
         return PRE_LN
     schemes = {site.scheme for _, _, site in model_sites}
     if len(schemes) > 1:
-        raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
+        raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")
     for name, module, site in model_sites:
         computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
         if computed != site.plan:

@@ -123,8 +123,8 @@ def test_two_fsdp_ranks_train_and_save_and_the_monitor_pools_them(uninterrupted,
     ("overrides", "message"),
     [
         (["--model.layer_norm_type", "lns"], "'lns' has no equals sign.* Type --model.layer_norm_type=lns"),
-        (["--model.layer_norm_type"], "--model.layer_norm_type has no value: type it with an equals sign"),
-        (["--model.layer_norm_type=lsn"], r"unknown norm type \(did you mean 'lns'\?\); docs/schemes.md"),
+        (["--model.layer_norm_type"], "--model.layer_norm_type has no value. Type it with an equals sign"),
+        (["--model.layer_norm_type=lsn"], r"unknown norm type \(did you mean 'lns'\?\). docs/schemes.md"),
         (["--max_duration=4", "7"], "'7' has no equals sign.* Type --KEY=7"),
     ],
 )

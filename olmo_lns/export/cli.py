@@ -55,9 +55,13 @@ def main(argv: Sequence[str]) -> int:
             f"{expected}."
         )
     if args.tokenizer not in (None, "none") and output_format != HF:
-        raise LNSConfigError(f"--tokenizer needs --format hf; --format {output_format} stores no tokenizer.")
+        raise LNSConfigError(
+            f"--tokenizer needs --format hf. --format {output_format} stores no tokenizer. Remove --tokenizer."
+        )
     if dtype is not None and output_format == MEGATRON:
-        raise LNSConfigError("--dtype does not apply to Megatron, whose flags choose the dtype of loaded weights.")
+        raise LNSConfigError(
+            "--dtype has no effect on Megatron, whose flags choose the dtype of loaded weights. Remove --dtype."
+        )
     with new_folder(out) as unfinished:
         if output_format == MEGATRON:
             iteration = megatron.save_folded(folder, unfinished, scheme)

@@ -215,7 +215,7 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     saved = read(folder)
     scheme = saved.scheme(scheme)
     if scheme.is_pre_ln:
-        raise LNSConfigError(f"{folder} is Pre-LN: there is nothing to fold.")
+        raise LNSConfigError(f"{folder} is Pre-LN, so there is nothing to fold. Use the checkpoint as it is.")
     layers, target = int(saved.args.num_layers), out / saved.folder.name
     factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
     state: dict[str, Any] = saved.weights()

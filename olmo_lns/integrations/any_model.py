@@ -89,7 +89,7 @@ def require_unwrapped(model: nn.Module) -> None:
     :raises LNSConfigError: it is compiled, or wrapped by DDP or FSDP, or the caller is in inference mode.
     """
     if not isinstance(model, nn.Module):
-        raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
+        raise LNSConfigError(f"apply found a {type(model).__name__}. It expects a built model, a torch.nn.Module.")
     refuse_wrappers(model)
     refuse_offloaded(model)
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
@@ -163,7 +163,9 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
     if example is None:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not rows:
-            raise LNSConfigError(f"{type(model).__name__} has no token embedding: give example=, a forward's input.")
+            raise LNSConfigError(
+                f"{type(model).__name__} has no token embedding. Pass the input of a forward as example=."
+            )
         ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0), device="cpu")
         example = ids.to(shadow.device_of(model))
 
@@ -551,9 +553,13 @@ def attach(
     refuse_foreign_attributes(model, located)
     n_layers, current = len(located.norms), sites.read_back(model)
     if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
-        raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
+        raise LNSConfigError(
+            f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
+        )
     if not current.is_pre_ln and current != scheme:
-        raise LNSConfigError(f"{type(model).__name__} has scheme {current} already, not {scheme}: build a new model.")
+        raise LNSConfigError(
+            f"{type(model).__name__} has the scheme {current} already, not {scheme}. Build a new model."
+        )
     scaled_norms = {norm for _, norm, _ in sites.in_model(model)}
     norms = {name: model.get_submodule(name) for names in located.norms for name in names}
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already

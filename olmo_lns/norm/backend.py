@@ -108,7 +108,7 @@ def choose_backend(name: str | None = None) -> Backend:
         name, origin = read(NORM_BACKEND) or "auto", NORM_BACKEND
     if name not in NAMES:
         hint = did_you_mean(str(name), NAMES)
-        raise LNSConfigError(f"unknown norm backend {name!r}{hint} (from {origin}); allowed: {', '.join(NAMES)}")
+        raise LNSConfigError(f"{origin} names the unknown norm backend {name!r}{hint}. Use one of {', '.join(NAMES)}.")
     return _decide(name, origin)
 
 

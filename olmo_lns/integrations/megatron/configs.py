@@ -58,11 +58,13 @@ def mark_config(target: Any, selection: Selection) -> None:
     config = getattr(target, "transformer", target)
     if not is_config(config):
         raise LNSConfigError(
-            f"found a {type(target).__name__}, expected a TransformerConfig, a built model or a list of its chunks."
+            f"apply found a {type(target).__name__}. Pass a TransformerConfig, a built model or its chunks."
         )
     current = Selection.of(config)
     if current.layernorm_scaling and selection.layernorm_scaling and current.scheme != selection.scheme:
-        raise LNSConfigError(f"this {type(config).__name__} has {current.scheme} already: start from a fresh config.")
+        raise LNSConfigError(
+            f"This {type(config).__name__} has the scheme {current.scheme} already. Make a new config."
+        )
     if selection.layernorm_scaling:
         check_config(config)
     chosen = selection if selection.layernorm_scaling else current

@@ -43,7 +43,9 @@ class Selection:
         :raises LNSConfigError: another scheme, which a development version saved.
         """
         if other := getattr(arguments, "norm_scheme", ""):
-            raise LNSConfigError(f"found norm_scheme={other!r} of a development version, expected LayerNorm Scaling.")
+            raise LNSConfigError(
+                f"norm_scheme={other!r} is from a development version. Only LayerNorm Scaling can be loaded."
+            )
         return cls.of(arguments)
 
     def store(self, holder: Any) -> None:
@@ -75,13 +77,13 @@ class Selection:
         :raises LNSConfigError: if its fields contradict each other.
         """
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
-            raise LNSConfigError(f"{KEEP_FLAG} and {PLAIN_FLAG} contradict each other: give one of them.")
+            raise LNSConfigError(f"{KEEP_FLAG} and {PLAIN_FLAG} contradict each other. Pass one of them.")
         try:
             lns_scale(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
             raise LNSConfigError(f"{EXPONENT_FLAG}: {error}") from None
         if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Selection():
-            raise LNSConfigError(f"{self.flags} was given without {LNS_FLAG}: add {LNS_FLAG}, or drop it.")
+            raise LNSConfigError(f"{self.flags} has no effect without {LNS_FLAG}. Add {LNS_FLAG}, or remove the other.")
         return self
 
 

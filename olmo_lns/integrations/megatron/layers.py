@@ -75,7 +75,9 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
     if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
-        raise LNSConfigError(f"{type(model).__name__} has no TransformerLayer: nothing to scale.")
+        raise LNSConfigError(
+            f"{type(model).__name__} has no TransformerLayer, so there is nothing to scale. Pass another model."
+        )
     check_config(config)
     located = [place for layer, number in _numbered(model, layers) for place in _norm_sites(layer, number)]
     blocks = _check_numbers(model, config, located)

@@ -89,9 +89,9 @@ def wrap_model_built(original: Function) -> Function:
             _check_stages(chunks, requested)
         elif flags and not marked:
             raise LNSConfigError(
-                f"{flags} was given, but the config of this model was not made by core_transformer_config_from_args "
-                "(--yaml-cfg replaces every argument) and is not marked: give Megatron's settings as flags, or "
-                "call olmo_lns.integrations.megatron.apply(config) before the model is built."
+                f"{flags} was passed, but the config of this model does not come from Megatron's arguments, as under "
+                "--yaml-cfg. Pass Megatron's settings as flags, or call olmo_lns.integrations.megatron.apply(config) "
+                "before the model is built."
             )
         elif applied is not None:
             _check_stages(chunks, applied)
@@ -147,7 +147,7 @@ def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> 
         current = sites.read_back(model)
         if not current.is_pre_ln and current != selection.scheme:
             raise LNSConfigError(
-                f"{type(model).__name__} has {current} already, not {selection.scheme}: build a new model."
+                f"{type(model).__name__} has the scheme {current} already, not {selection.scheme}. Build a new model."
             )
         if current.is_pre_ln:
             count += layers.scale_model(model, selection, drawn=False, trained=trained)

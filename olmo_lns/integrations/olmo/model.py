@@ -95,8 +95,8 @@ def blocks_of(model: Any) -> list[Any]:
     numbers = [block.layer_id + 1 for block in blocks_in_order]
     if numbers != list(range(1, model.config.n_layers + 1)):
         raise MeasurementError(
-            f"found blocks with the numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
-            "order: the factor of a block depends on its number."
+            f"The blocks of this model have the numbers {numbers}, but the factor of a block depends on its number. "
+            f"Expected 1 to {model.config.n_layers}, each once and in order."
         )
     return blocks_in_order
 
@@ -106,7 +106,7 @@ def request_plain_initialization(config: Any) -> None:
     hook.require_wrapped("olmo")
     if id(config) in _built:
         raise LNSConfigError(
-            "this ModelConfig has built a model already: call plain_initialization before OLMo(config)"
+            "this ModelConfig has built a model already. Call plain_initialization before OLMo(config)."
         )
     config.lns_plain_initialization = True
     norm_types.requested(config)
@@ -140,8 +140,8 @@ def _depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
     factors |= dict.fromkeys(("normal", *norm_types.INIT_FNS), 1.0)
     if (name := str(init_fn)) not in factors:
         raise LNSConfigError(
-            f"init_fn {name!r}: its depth factor is not known; use normal, mitchell or full_megatron, "
-            "or OLMO_LNS_INITIALIZATION=upstream"
+            f"init_fn is {name!r}, whose depth factor is unknown. Use normal, mitchell or full_megatron, or set "
+            "OLMO_LNS_INITIALIZATION=upstream."
         )
     return factors[name]
 

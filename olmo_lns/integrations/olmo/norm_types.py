@@ -74,9 +74,7 @@ def requested(config: Any) -> tuple[Scheme, str]:
     sources["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
     requests = {origin: value for origin, value in sources.items() if value}
     if (ours and len(requests) > 1) or len(set(requests.values())) > 1:
-        raise LNSConfigError(
-            f"{' and '.join(requests)} contradict each other: unset the variable, or leave the call out."
-        )
+        raise LNSConfigError(f"{' and '.join(requests)} contradict each other. Unset the variable, or remove the call.")
     return scheme, next(iter(requests.values()), str(scheme.definition.initialization))
 
 
@@ -100,8 +98,9 @@ def _initialization_of_environment() -> str:
     value = settings.read(settings.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
         raise LNSConfigError(
-            f"{settings.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: expected one of "
-            f"{', '.join(_INITIALIZATIONS)}; set another initialization in the config: init_fn: {' or '.join(INIT_FNS)}"
+            f"{settings.INITIALIZATION} is {value!r}{did_you_mean(value, _INITIALIZATIONS)}, but expected one of "
+            f"{', '.join(_INITIALIZATIONS)}. For another initialization set in the config init_fn: "
+            f"{' or '.join(INIT_FNS)}."
         )
     return value
 
@@ -219,10 +218,12 @@ def _check_override(override: str) -> None:
     if name.rpartition(".")[2] != "layer_norm_type":
         return
     if value == "True":  # OLMo's launcher completes an option without a value
-        raise OLMoConfigurationError(f"--{name} has no value: type it with an equals sign, as in --{name}=lns")
+        raise OLMoConfigurationError(f"--{name} has no value. Type it with an equals sign, as in --{name}=lns.")
     kind, known = value.partition(":")[0], list(dict.fromkeys([*names(), *LayerNormType.__members__]))
     if kind not in known and (hint := did_you_mean(kind, known)):
-        raise OLMoConfigurationError(f"--{name}={value}: unknown norm type{hint}; docs/schemes.md lists the schemes")
+        raise OLMoConfigurationError(
+            f"--{name}={value} names an unknown norm type{hint}. docs/schemes.md lists the schemes."
+        )
 
 
 def _resolve(model: Any, path: Any, name: str) -> None:

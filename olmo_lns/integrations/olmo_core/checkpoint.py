@@ -42,7 +42,9 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:
-            raise CheckpointMismatchError(f"found one model with {', '.join(map(str, running))}, expected one scheme")
+            raise CheckpointMismatchError(
+                f"The model has the schemes {', '.join(map(str, running))}. Expected one. Use one scheme."
+            )
         (scheme,) = running
         if config is not None and not isinstance(config, CheckpointMismatchError) and not _has_blocks(config):
             config = CheckpointMismatchError(
@@ -104,9 +106,11 @@ def scheme_of_config(config: Any, *, source: object) -> Scheme:
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None
         if block.get("scale_router") is False:
-            raise CheckpointMismatchError(f"{source}: found a router without the factor, which is not supported")
+            raise CheckpointMismatchError(
+                f"{source} has scale_router: false, which is not supported. Expected a router that reads the factor."
+            )
     if len(named) > 1:
-        raise CheckpointMismatchError(f"{source}: found the schemes {', '.join(sorted(map(str, named)))}, expected one")
+        raise CheckpointMismatchError(f"{source} has the schemes {', '.join(sorted(map(str, named)))}. Expected one.")
     return named.pop() if named else PRE_LN
 
 
@@ -117,12 +121,12 @@ def scheme_of(text: Any, exponent: Any = None) -> Scheme:
     """
     scheme = parse(str(text))
     if scheme.is_pre_ln:
-        raise LNSConfigError("scheme=preln is OLMo-core's own block: remove _CLASS_")
+        raise LNSConfigError("scheme=preln is OLMo-core's own block. Remove _CLASS_ to get it.")
     if exponent is None:
         return scheme
     # Also for an exponent that spells the default, which a written scheme omits.
     if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
-        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other: give one")
+        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other. Set one of them.")
     return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
 
 

@@ -34,13 +34,13 @@ def report(model: Any, n_layers: int) -> None:
     schemes = {site.layer_number: site.scheme for _, _, site in sites.in_model(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
         raise LNSConfigError(
-            f"a scheme was selected, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
-            "are OLMo-core's own. block_overrides and named blocks are separate configs, and each needs the class: "
-            "olmo_lns.olmo_core.apply(config) sets it in all of them."
+            f"A scheme was selected, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
+            "are OLMo-core's own. block_overrides and named blocks are separate configs, and each needs the class. "
+            "Call olmo_lns.olmo_core.apply(config), which sets it in all of them."
         )
     if len(set(schemes.values())) > 1:
         raise LNSConfigError(
-            f"found {sorted(set(map(str, schemes.values())))} in one model: give all blocks one scheme."
+            f"The model has the schemes {sorted(set(map(str, schemes.values())))}. Use one scheme for all blocks."
         )
     settings.check()
     sites.require_complete(model, schemes[1], n_layers)

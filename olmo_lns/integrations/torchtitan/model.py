@@ -141,5 +141,5 @@ def scheme_of(parts: Any) -> Scheme:
     # Not by read_back: torchtitan puts a wrapper of its own around the forward of a norm that it shards.
     schemes = {site.scheme for part in parts for _, _, site in sites.in_model(part)}
     if len(schemes) > 1:
-        raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
+        raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")
     return schemes.pop() if schemes else PRE_LN

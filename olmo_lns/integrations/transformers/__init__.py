@@ -69,9 +69,11 @@ def apply(
     settings.check()
     scheme_value = as_scheme(scheme)
     if initialization not in ("", "plain", "upstream"):
-        raise LNSConfigError(f"initialization {initialization!r}: expected plain or upstream.")
+        raise LNSConfigError(f"initialization is {initialization!r}, but expected plain or upstream. Pass one of them.")
     if not isinstance(model, PreTrainedModel):
-        raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
+        raise LNSConfigError(
+            f"apply found a {type(model).__name__}. It expects a model of transformers. Call olmo_lns.apply."
+        )
     any_model.require_unwrapped(model)
     is_attached = isinstance(model, models.SchemeModel)
     model_class: Any = type(model)
@@ -121,7 +123,9 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
     from olmo_lns.integrations.transformers import models
 
     if not hasattr(model, "lns_made_of"):
-        raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
+        raise LNSConfigError(
+            f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
+        )
     any_model.refuse_offloaded(model)
     models.check(model)
     with any_model.undisturbed(model):

@@ -114,7 +114,7 @@ def test_a_flag_without_effect_is_refused(arguments, monkeypatch):
     arguments.yaml_cfg = "x.yaml"  # all that is left of the command line
     built(tiny.build(tiny.config()))
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", PLAIN])
-    with pytest.raises(LNSConfigError, match=rf"{PLAIN} was given, .*--yaml-cfg replaces every argument"):
+    with pytest.raises(LNSConfigError, match=rf"{PLAIN} was passed, .*--yaml-cfg. Pass"):
         built(tiny.build(tiny.config()))
 
 

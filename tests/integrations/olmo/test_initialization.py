@@ -71,7 +71,7 @@ def test_a_draw_that_is_wrong_in_every_matrix_is_found(monkeypatch, init_fn):
     [
         ({"init_fn": "normal_scaled"}, "plain", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=plain contradict"),
         ({"init_fn": "normal_scaled"}, "upstream", "init_fn normal_scaled and OLMO_LNS_INITIALIZATION=upstream contra"),
-        ({}, "scaled", "expected one of plain, upstream; .* init_fn: normal_scaled or"),
+        ({}, "scaled", "expected one of plain, upstream. .* init_fn: normal_scaled or"),
     ],
 )
 def test_a_variable_that_is_wrong_or_contradicts_the_config_is_refused_for_stock_models_too(

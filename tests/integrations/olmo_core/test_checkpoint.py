@@ -92,7 +92,7 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
     with pytest.raises(MeasurementError, match=r"expected \[\(2, 'attn'\)"):
         scheme_of_model(built)
     lost = model_config.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
-    with pytest.raises(CheckpointMismatchError, match="expected one"):
+    with pytest.raises(CheckpointMismatchError, match="Expected one"):
         scheme_of_config(lost, source="x")
     lost = model_config.as_config_dict()
     lost["block"]["scale_router"] = False

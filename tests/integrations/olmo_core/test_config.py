@@ -44,7 +44,7 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
         lambda: TransformerConfig.from_dict(values, overrides=[f"block._CLASS_={name}"]),
         lambda: TransformerConfig.from_dict(overridden),
     ):
-        with pytest.raises(LNSConfigError, match="the block config is olmo_lns.olmo_core.BlockConfig"):
+        with pytest.raises(LNSConfigError, match="The block config is olmo_lns.olmo_core.BlockConfig"):
             make()
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
     [
         ("default", {"scheme": "lsn"}, "Unknown scheme 'lsn' .did you mean 'lns'"),
         ("default", {"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
-        ("default", {"initialization": "scaled"}, "initialization='scaled': expected plain or upstream"),
+        ("default", {"initialization": "scaled"}, "block.initialization is .scaled.. Expected plain or upstream"),
         (
             "default",
             {"scheme": "branchln_depth"},
@@ -86,7 +86,7 @@ def test_apply_changes_a_model_config_or_its_holder_in_place():
     assert type(apply(Experiment).model.block) is BlockConfig
     with pytest.raises(LNSConfigError, match="a block config of class BlockConfig"):
         apply(config)
-    with pytest.raises(LNSConfigError, match="apply.. needs OLMo-core's TransformerConfig"):
+    with pytest.raises(LNSConfigError, match="It needs OLMo-core's TransformerConfig"):
         apply(config.block)
 
 
@@ -116,7 +116,7 @@ def test_blocks_without_the_scheme_or_with_another_are_refused_before_training(m
         small.model(_patterned(copy.deepcopy(other), narrow=small.config().block))
     config, other.exponent = apply(small.config()), 0.25
     config.block_overrides = {missing: other}
-    with pytest.raises(LNSConfigError, match="in one model"):
+    with pytest.raises(LNSConfigError, match="The model has the schemes"):
         small.model(config)
 
 
