@@ -199,13 +199,20 @@ def scale(
     if mixin is not None and "forward" not in vars(module) and (mixin.lns_calls_forward or _takes_one_input(stock)):
         mixins.insert(0, mixin)
     for mixin in mixins:
-        change_class(
-            module,
-            picklable_subclass(mixin, stock),
-            factor,
-            plan_without_factor=plan_without_factor,
-            factor_name=factor_name,
-        )
+        try:
+            change_class(
+                module,
+                picklable_subclass(mixin, stock),
+                factor,
+                plan_without_factor=plan_without_factor,
+                factor_name=factor_name,
+            )
+        except (AttributeError, TypeError) as error:
+            object.__setattr__(module, "__class__", stock)
+            raise MeasurementError(
+                f"{where} ({stock.__name__}) takes no other class or no new attributes ({type(error).__name__}: "
+                f"{error}). Expected a norm like PyTorch's, whose class can be replaced by a subclass. Use such a norm."
+            ) from error
         if mixin is ScaledGainNorm:
             module.lns_arithmetic = arithmetic
         if (replaced := vars(module).get(name := _forward_name(module))) is not None:

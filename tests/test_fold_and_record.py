@@ -326,3 +326,21 @@ def test_a_registry_of_subclasses_keeps_the_stock_class():
     olmo_lns.apply(Model(norm=lambda width: Small(width)), example=IDS)
     assert Registered.classes == {("norm", "Small"): Small}
     Model(norm=Registered.classes["norm", "Small"])(IDS)
+
+
+class Frozen(nn.RMSNorm):
+    """Takes no new attributes after it was built."""
+
+    def __setattr__(self, name, value):
+        if "frozen" in vars(self) and name != "training":
+            raise AttributeError(f"frozen: {name}")
+        super().__setattr__(name, value)
+
+
+def test_a_norm_that_takes_no_other_class_is_refused_by_name():
+    model = Model(norm=lambda width: Frozen(width))
+    for block in model.layers.values():
+        vars(block.n1)["frozen"] = vars(block.n2)["frozen"] = True
+    with pytest.raises(LNSError, match=r"\(Frozen\) takes no other class or no new attributes"):
+        olmo_lns.apply(model, example=IDS)
+    assert type(model.layers["0"].n1) is Frozen
