@@ -117,11 +117,11 @@ def path_of(function):
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def wrappers(framework):
-    """Path -> function, for every function in the loaded modules of a framework that this package has replaced."""
+def wrappers(frameworks):
+    """Path -> function, for every function in the loaded modules of the frameworks that this package has replaced."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != framework or not isinstance(module, types.ModuleType):
+        if name.partition(".")[0] not in frameworks or not isinstance(module, types.ModuleType):
             continue
         values = list(vars(module).values())
         own = [each for each in values if isinstance(each, type) and each.__module__ == name]
@@ -138,25 +138,26 @@ def renamed_parameters(function):
     return [ours for ours, theirs in zip(names, stock, strict=False) if ours != theirs]
 
 
-def unloaded_modules(framework):
-    """The modules of a framework in which this package would wrap something, that exist and were not imported."""
+def unloaded_modules(frameworks):
+    """The modules of the frameworks in which this package would wrap something, that exist and were not imported."""
     hook = sys.modules.get("olmo_lns.hook")
-    names = [name for name in getattr(hook, "_callbacks", ()) if name.partition(".")[0] == framework]
+    names = [name for name in getattr(hook, "_callbacks", ()) if name.partition(".")[0] in frameworks]
     return [name for name in names if name not in sys.modules and hook._exists(name)]
 
 
-def main(cases, functions, folder, framework):
+def main(cases, functions, folder, *frameworks):
     """Observe all cases; write them to ``observed.json`` in ``folder``.
 
     :param cases: ``"function: input"`` -> what runs it. :param functions: name -> the function, where it may be wrapped.
+    :param frameworks: the top-level packages whose wrapped functions must all have a case.
     """
     done = {name: observed(case) for name, case in cases.items()}
     values = {
         "cases": done,
         "paths": {name: path_of(function) for name, function in functions.items()},
-        "wrapped": list(found := wrappers(framework)),
+        "wrapped": list(found := wrappers(frameworks)),
         "renamed": {path: names for path, each in found.items() if (names := renamed_parameters(each))},
-        "unloaded": unloaded_modules(framework),
+        "unloaded": unloaded_modules(frameworks),
         "package": "olmo_lns" in sys.modules,
     }
     # Addresses in the text of an error differ, and so does the folder. Threads choose a sharded checkpoint's files.

@@ -217,6 +217,10 @@ def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
     expected = hooked("llama", stock("llama"))
     same("llama", model, expected)
     model.save_pretrained(folder := tmp_path / "lns")
+    load(source).save_pretrained(tmp_path / "stock")
+    for name, code in REMOTE.items():  # transformers 4.48 saves a model without its code
+        assert (folder / name).exists() == (tmp_path / "stock" / name).exists()
+        (folder / name).write_text(code)
     written = read_config(folder)
     assert written["model_type"] == "lns_mini" and written["architectures"] == ["LNSMiniForCausalLM"]
     assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_mini.LNSMiniForCausalLM"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support import observing
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[hf]'")
+for needed in ("transformers", "accelerate"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed: pip install 'olmo-lns[hf]'")
 
 
 @pytest.mark.slow

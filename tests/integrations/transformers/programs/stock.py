@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.utils import MegatronLMPlugin
 from support import observing
 from transformers import trainer as trainer_module
 from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
@@ -153,6 +154,12 @@ def runs():
     return [path.name for path in sorted(folder.glob("run: *"))]
 
 
+def planned(*args):
+    plugin = MegatronLMPlugin()
+    plugin.set_network_size_args(*args)
+    return plugin.megatron_lm_default_args
+
+
 FUNCTIONS = {
     "config of": configuration_auto._LazyConfigMapping.__getitem__,
     "has a config": configuration_auto._LazyConfigMapping.__contains__,
@@ -163,6 +170,8 @@ FUNCTIONS = {
     "remote class": auto_factory.get_class_from_dynamic_module,
     "from_dict": transformers.PretrainedConfig.from_dict,
     "train": trainer_module.Trainer.train,
+    "post_init": transformers.PreTrainedModel.post_init,
+    "Megatron plugin": MegatronLMPlugin.set_network_size_args,
 }
 cases = {}
 transformers.AutoConfig.register("own", OwnConfig)
@@ -242,4 +251,16 @@ if conversion_mapping is not None:
     cases["conversions: by a keyword"] = lambda: repr(
         conversion_mapping.get_checkpoint_conversion_mapping(model_type="mixtral")
     )
-observing.main(cases, FUNCTIONS, folder, "transformers")
+cases |= {
+    "post_init: llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "post_init: a model of one's own": lambda: OwnModel(OwnConfig(**LLAMA)),
+    "post_init: BERT": lambda: transformers.BertModel(transformers.BertConfig(hidden_size=24, num_hidden_layers=1)),
+    "post_init: again": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).post_init(),
+    "post_init: a wrong argument": lambda: OwnModel(OwnConfig(**LLAMA)).post_init(1),
+    "post_init: no config": lambda: transformers.LlamaForCausalLM(None),
+    "Megatron plugin: llama": lambda: planned(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))),
+    "Megatron plugin: gpt2": lambda: planned(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))),
+    "Megatron plugin: a model that is not transformers'": lambda: planned(Regression()),
+    "Megatron plugin: no model": lambda: planned(),
+}
+observing.main(cases, FUNCTIONS, folder, "transformers", "accelerate")
