@@ -157,3 +157,16 @@ def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
     (tmp_path / "checkpoint-3" / "config.json").unlink()
     with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
         sharded(apply(stock("llama"), trained=True), 6).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.skipif(transformers.__version__ >= "5", reason="of transformers 4, which does not read rope_parameters")
+def test_a_folder_of_transformers_5_has_its_rotary_base(tmp_path):
+    model = apply(stock("llama", rope_theta=5e5), trained=True)
+    model.save_pretrained(tmp_path)
+    values = read_config(tmp_path)
+    del values["rope_theta"]
+    values.pop("rope_scaling", None)
+    # As 5.23.0 wrote it for this model.
+    values["rope_parameters"] = {"rope_theta": 500000.0, "rope_type": "default"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    same("llama", transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), model, tolerance=0)
