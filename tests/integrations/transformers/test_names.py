@@ -216,16 +216,20 @@ def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
     model = apply(load(source), trained=True).eval()
     expected = hooked("llama", stock("llama"))
     same("llama", model, expected)
-    model.save_pretrained(folder := tmp_path / "lns")
     load(source).save_pretrained(tmp_path / "stock")
-    for name, code in REMOTE.items():  # transformers 4.48 saves a model without its code
-        assert (folder / name).exists() == (tmp_path / "stock" / name).exists()
-        (folder / name).write_text(code)
+
+    def save(model, place):
+        model.save_pretrained(place)
+        for name, code in REMOTE.items():  # transformers 4.48 saves a model without its code
+            assert (place / name).exists() == (tmp_path / "stock" / name).exists()
+            (place / name).write_text(code)
+
+    save(model, folder := tmp_path / "lns")
     written = read_config(folder)
     assert written["model_type"] == "lns_mini" and written["architectures"] == ["LNSMiniForCausalLM"]
     assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_mini.LNSMiniForCausalLM"
     same("llama", load(folder).eval(), model, tolerance=0)
-    built = transformers.AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
+    built = transformers.AutoModelForCausalLM.from_config(load(folder).config, trust_remote_code=True)
     assert built.model.layers[1].input_layernorm.lns_scale == 2**-0.5
 
     torch.save(inputs("llama"), tmp_path / "inputs")
@@ -236,7 +240,7 @@ def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
     done = forked.run(LOADS, folder, tmp_path / "inputs", OLMO_LNS_DISABLE="1")
     assert done.returncode != 0 and "LNSMiniConfig" in done.stdout + done.stderr
 
-    fold(copy.deepcopy(model)).save_pretrained(folded := tmp_path / "folded")
+    save(fold(copy.deepcopy(model)), folded := tmp_path / "folded")
     assert read_config(folded)["auto_map"] == classes
     assert type(load(folded)).__name__ == "MiniForCausalLM" and not hasattr(load(folded), "lns_made_of")
     with torch.no_grad():  # folding changes the gradients of the gains
