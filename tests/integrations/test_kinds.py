@@ -103,6 +103,8 @@ def encoder(**options):
         (lambda: kinds.Stack(lambda: kinds.SeveralBlock(list)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.Stack(kinds.ShiftedBlock), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.AdaptiveStack(kinds.AdaptiveBlock), in_list("layers.{0}.n1.norm layers.{0}.n2.norm"), X),
+        (kinds.Joined, in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (kinds.Positions, in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (lambda: kinds.Replaced(), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (kinds_of(kinds.Closure), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (kinds_of(kinds.Locked), in_list("layers.{0}.n1 layers.{0}.n2"), X),

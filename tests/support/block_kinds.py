@@ -733,6 +733,37 @@ class Stateful(Stack):
         return super().forward(x)
 
 
+class Joined(Stack):
+    """A token joins the stream behind the second block, as in ConViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x):
+        for number, block in enumerate(self.layers):
+            x = block(torch.cat([self.token.expand(len(x), -1, -1), x], 1) if number == 2 else x)
+        return self.out(x)
+
+
+class Positions(nn.Module):
+    """Adds a convolution of positions between the blocks of two stages, as Twins."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.mix, self.norm = nn.ModuleList([nn.Conv1d(D, D, 3, padding=1) for _ in range(2)]), nn.LayerNorm(D)
+
+    def forward(self, x):
+        for number, block in enumerate(self.layers):
+            if number == 2:
+                x = self.norm(x[:, ::2])
+            x = block(x)
+            if number % 2 == 0:
+                x = x + self.mix[number // 2](x.transpose(1, 2)).transpose(1, 2)
+        return x
+
+
 class SideBySide(Stack):
     """Blocks that all read one stream."""
 
