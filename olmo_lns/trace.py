@@ -459,10 +459,11 @@ def _similar_modules(
     around = _norms_on_branches(model, blocks, trace, widths, run)
     if around is None:
         return alike
+    kinds = kinds - {nn.Sequential}
     alike = {
         name: module
         for name, module in alike.items()
-        if type(module) in kinds - {nn.Sequential} or around.intersection(module.modules())
+        if around.intersection(module.modules()) or any(type(part) in kinds for part in module.modules())
     }
     named = {part for module in alike.values() for part in module.modules()}
     rest = around - named
