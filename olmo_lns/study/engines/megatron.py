@@ -284,7 +284,7 @@ class MegatronEngine(Engine):
         flags = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*flags, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
-    def cuda_environment(self, run: Run) -> dict[str, str]:
+    def variables(self, run: Run) -> dict[str, str]:
         return cuda_environment(to_flags(run.settings, placeholder=True))
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
