@@ -396,7 +396,7 @@ class Replay:
                     self.layouts[name] = order
                     break
             else:
-                if self.shapes[name][-1] != self.x.shape[-1]:
+                if self.shapes[name][-1] != self.x.shape[-1] or found.numel() != self.x.numel():
                     del self.norms[name]
 
     def _inputs(self, x: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -444,7 +444,8 @@ class Replay:
                 value, y, held = _stream_input(args, kwargs), first_output(output), self.held[name]
                 if y.numel() != held.numel():  # training may run a branch on a part of the batch
                     return replace_first(output, held[: len(y)].reshape(y.shape).clone())
-                inputs[name] = self._in_stream(name, value) - x.detach().double() if name in self.norms else value
+                reads_stream = name in self.norms and value.numel() == x.numel()
+                inputs[name] = self._in_stream(name, value) - x.detach().double() if reads_stream else value
                 return replace_first(output, held.reshape(y.shape).clone())
 
             return hook
