@@ -1,14 +1,33 @@
-"""Measure a built model: find the Pre-LN sites of a block by running a copy of the block.
+"""Find the Pre-LN sites of a block by running a copy of the block.
 
-A block is Pre-LN in the norms S if, with the outputs of S held fixed, block(x) - x and the input of each norm of S
-minus x are the same for every x: the branches read the stream through S and nothing else. S is made minimal from its
-end, which excludes norms of queries, keys or latents. The probe does not depend on the model's family.
+The sites of a block are the norms through which its branches read the stream. A scheme multiplies the outputs of these
+norms. The probe finds them by an experiment. It needs to know neither the class of a block nor the names of its
+modules, so it also works for models that this package has never seen.
 
-It refuses what holding S would pass as well: a branch that ends in another norm, be it a module or a function
-(Sandwich-LN), a block with a second stream, and a sub-layer that is no whole block.
+Take a block that computes ``y = x + attn(norm1(x))`` and returns ``y + mlp(norm2(y))``. The probe replaces the outputs
+of ``norm1`` and ``norm2`` by fixed random tensors ``h1`` and ``h2``. We say that it *holds* these two norms. It then
+runs the block on two different streams x, and compares the two runs in two places:
 
-A block is measured on a copy in fp32 and eval mode with random parameters: a gate or an output projection that starts
-at zero would hide its branch.
+* ``block(x) - x`` is ``attn(h1) + mlp(h2)`` in both runs, since neither branch sees x any more.
+* The input of each held norm minus x is 0 for ``norm1`` and ``attn(h1)`` for ``norm2``, again in both runs.
+
+Both are independent of x, so the branches read the stream through ``norm1`` and ``norm2`` and nowhere else. The probe
+refuses a Post-LN block, ``norm1(x + attn(x))``, because its output is ``h1`` in both runs and ``block(x) - x`` differs.
+
+The probe begins with all norms of the block. It then goes through them from the last to the first, and leaves out each
+norm without which the comparison still succeeds. This removes the norms of queries, keys and latents, which read what
+a branch has computed.
+
+Some blocks pass this comparison although a scheme cannot scale them. The probe therefore also checks the following:
+
+* No branch ends in another norm, which would cancel the factor (Sandwich-LN). This norm may be a module or a function.
+* No norm of the block reads a second stream.
+* The block has two branches, and they are not built alike. A single sub-layer and a pair of blocks are refused.
+* Each norm has an effect on what the block returns.
+* The comparison also succeeds with gradients, under autocast and in training mode.
+
+The copy runs in fp32 where its kernels allow it. Its parameters are random, because a gate or an output projection that
+starts at zero would hide the branch behind it.
 """
 
 from __future__ import annotations
@@ -50,9 +69,9 @@ __all__ = [
 _Hook = Callable[..., Any]
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
-#: Relative difference below which two fp32 results count as the same.
+#: Two fp32 results count as equal if their relative difference is below this value.
 SAME = 1e-4
-#: The same for bf16, for blocks that do not run in fp32 (flash attention).
+#: The corresponding value for blocks that run in half precision only, such as those with flash attention.
 SAME_HALF = 0.02
 
 
@@ -60,10 +79,12 @@ SAME_HALF = 0.02
 class Call:
     """The arguments of one call of a block.
 
+    :param args: positional arguments of the call.
+    :param kwargs: keyword arguments of the call.
     :param place: position or keyword of the stream among the arguments.
-    :param summed: the block returns its stream in several parts, such as (hidden, residual), whose sum is the stream.
-    :param is_change: the block returns what the model adds to its stream.
-    :param seed: of the generators during a replay.
+    :param summed: true if the block returns several tensors, such as (hidden, residual), whose sum is the stream.
+    :param is_change: true if the block returns only the change, which the model itself adds to the stream.
+    :param seed: seed of the random generators during a replay.
     """
 
     args: tuple[Any, ...]
@@ -79,7 +100,7 @@ class Call:
         return stream
 
     def replay(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Run ``block`` on the stream ``x`` with the other arguments unchanged; return the stream after the block."""
+        """Run ``block`` on the stream ``x`` and otherwise unchanged arguments. Return the stream after the block."""
         args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
         with _seeded(x.device, self.seed):
@@ -98,7 +119,7 @@ class Call:
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if torch.is_tensor(leaf)]
 
     def with_tensor(self, index: int, value: torch.Tensor) -> Call:
-        """Return the call with another tensor in place of ``tensors()[index]``."""
+        """Return a copy of the call in which ``value`` replaces the tensor ``tensors()[index]``."""
         replaced = self.tensors()[index]
         args, kwargs = tree_map(lambda leaf: value if leaf is replaced else leaf, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
@@ -108,11 +129,12 @@ class Call:
 class BlockSites:
     """The Pre-LN sites of a block.
 
-    :param names: names of the norms in running order: two, or one that both branches of a parallel block read.
-    :param cancelled: norms whose factor a later norm cancels.
-    :param partly_cancelled: norms whose factor a later norm cancels in a part of the branch.
-    :param projections: the residual output projections, as from :func:`olmo_lns.initialization.residual_projections`.
-    :param replay: the copy that was run, with the call.
+    :param names: names of the norms, in the order in which they run. A parallel block, whose two branches read the
+        same norm, has one; every other block has two.
+    :param cancelled: names of the norms whose factor is cancelled completely by a later norm.
+    :param partly_cancelled: names of the norms whose factor is cancelled by a later norm in a part of the branch.
+    :param projections: result of :func:`olmo_lns.initialization.residual_projections` for this block.
+    :param replay: the experiment, which holds the copy of the block and its call.
     """
 
     names: tuple[str, ...]
@@ -123,7 +145,11 @@ class BlockSites:
 
 
 class _NotPreLN(Exception):
-    """The reason why a block is not Pre-LN. :param curable: the owner of the model can name the norms."""
+    """The block is not Pre-LN.
+
+    :param reason: why it is not, as the end of a message.
+    :param curable: true if ``apply`` can still succeed once the user names the norms with ``norms=``.
+    """
 
     def __init__(self, reason: str, *, curable: bool = False) -> None:
         super().__init__(reason)
@@ -131,15 +157,19 @@ class _NotPreLN(Exception):
 
 
 def stream_of(output: Any) -> torch.Tensor | None:
-    """Return the first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
+    """Return the stream in a block's output, or None if the output has none.
+
+    The stream is the output itself, the first element of a tuple or list, or the field ``last_hidden_state``.
+    """
     output = getattr(first_output(output), "last_hidden_state", first_output(output))
     return output if torch.is_tensor(output) else None
 
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators that a block may read. Those of Python and numpy get their states back."""
-    # Without CUDA, torch.manual_seed stores a stack trace per call for a later start of CUDA: half a probe's time.
+    """Seed the random generators that a block may use. Afterwards, restore the states of Python's and numpy's."""
+    # torch.manual_seed also prepares a later start of CUDA and stores a stack trace for it at each call. On a CPU
+    # that would take half of the probe's time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -156,14 +186,14 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def same_randomness(device: torch.device) -> Iterator[None]:
-    """Give a forward the same random numbers each time, and the generators their states back."""
+    """Let each forward use the same random numbers, and restore the states of the generators afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded(device, 0):
         yield
 
 
 @contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
-    """Remove these hooks when the context ends."""
+    """Remove the hooks with these handles when the context ends."""
     registered: list[Any] = []
     try:
         for handle in handles:  # a generator registers them one by one, and may fail
@@ -187,27 +217,30 @@ def pre_ln_sites(
 ) -> BlockSites:
     """Find the norms through which ``block`` reads its stream, by running a copy of the block.
 
-    :param block: called as block(x, …); its weights may have any floating dtype, not on the meta device.
-    :param call: arguments of the block in a real forward.
-    :param names: expected norms, to be confirmed.
-    :param like: result for a block built alike. One run in each mode, with the same random parameters and the same
-        outputs of the norms, confirms it; a block that gives something else is probed by itself.
-    :param given: ``names`` are the owner's: only check that the block reads its stream through them.
+    :param block: a block with weights of any floating dtype. They must not be on the meta device.
+    :param call: the arguments that the block received in a real forward of the model.
+    :param where: name of the block in error messages.
+    :param names: the expected norms, which the probe confirms.
+    :param like: the result for an earlier block with the same structure. This block then gets the same random
+        parameters and held outputs, and runs once in eval and once in training mode. If it computes the same as the
+        earlier block, ``like`` is returned. Otherwise it is probed separately.
+    :param given: true if the user named the norms ``names``. The probe then searches for no others, and only checks
+        that the block reads its stream through these.
+    :param advice: text that is added to an error if naming the norms can help.
     :param weights: memory of the random parameters, which the copies of several blocks share.
-    :param advice: added to a refusal that the owner can cure by giving the norms.
-    :raises LNSConfigError: the block is not Pre-LN; the message names the block and the reason.
-    :raises MeasurementError: the copy cannot be run again.
+    :raises LNSConfigError: if the block is not Pre-LN. The message names the block and the reason.
+    :raises MeasurementError: if the copy of the block cannot be run.
 
     Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
     for a Llama.
     """
     problem: Exception | None = None
     parameters_of = None if like is None else like.replay.block
-    # The last try leaves all dtypes as they are.
+    # The last attempt keeps the dtypes of the block.
     dtypes = (torch.float32, torch.bfloat16, None) if like is None else (like.replay.dtype,)
     for dtype in dtypes:  # some kernels accept half precision only
         try:
-            # Each run is seeded; the launch's random state is kept.
+            # Each run sets its own seed, so the random state of the training run is restored afterwards.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
                 replay = Replay(random_copy(block, parameters_of, weights, dtype), _cast(call, dtype), dtype, like)
                 if like is not None:
@@ -234,7 +267,10 @@ def pre_ln_sites(
 
 
 def _refuse_a_run_of_the_original(block: nn.Module, replay: Replay) -> None:
-    """Check that the copy runs its own modules. :raises MeasurementError: the name of a module of the block itself."""
+    """Check that the copy runs its own modules, and none of the block that it was copied from.
+
+    :raises MeasurementError: if it runs a module of the original, which the message names.
+    """
     names = {module: name for name, module in block.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
     ran: list[nn.Module] = []
     with hooks(module.register_forward_pre_hook(lambda module, args: ran.append(module)) for module in names):
@@ -248,9 +284,11 @@ def _refuse_a_run_of_the_original(block: nn.Module, replay: Replay) -> None:
 def random_copy(
     block: nn.Module, like: nn.Module | None = None, weights: RandomWeights | None = None, dtype: Any = torch.float32
 ) -> nn.Module:
-    """Copy ``block`` in ``dtype`` and evaluation mode, with random parameters or with those of ``like``.
+    """Return a copy of ``block`` in evaluation mode, with random parameters or with those of ``like``.
 
-    :param weights: memory that copies share; the random parameters are views of it.
+    :param like: a module with the same structure, whose parameters the copy uses; None for random ones.
+    :param weights: shared memory of several copies. The random parameters are views of it.
+    :param dtype: floating dtype of the copy; None keeps the dtypes of the block.
     """
     if any(map(is_absent, block.parameters())):
         raise _NotPreLN("its weights are on the meta device or partitioned; build or load them first")
@@ -261,9 +299,10 @@ def random_copy(
         copied = deep_copy(block, {id(original): weight for original, weight in pairs})
     else:
         copied = (weights or RandomWeights()).copy(block, dtype=dtype)
-    # Module.to() would take the imaginary part off complex rotary tables.
+    # A buffer with the single value 0 is a gate that would hide its branch. The dtypes are converted one by one below,
+    # since Module.to() would drop the imaginary part of complex rotary tables.
     for part in copied.modules():
-        for buffer in part._buffers.values():  # a gate
+        for buffer in part._buffers.values():
             if buffer is not None and buffer.is_floating_point() and buffer.numel() == 1 and not buffer.any():
                 buffer.fill_(1.0)
     copied.eval()
@@ -281,44 +320,49 @@ def _cast(call: Call, dtype: torch.dtype | None) -> Call:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Return true for a module that may be a norm: its class says so, and all its weights are vectors."""
+    """Return true for a module that may be a norm, judged by the name of its class and the shapes of its weights."""
     name = type(module).__name__.lower()
     return is_leaf(module) and ("norm" in name or name.startswith("ln")) and has_vectors_only(module)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return true for a module whose children, such as a dropout, have no parameters."""
+    """Return true for a module that has no children with parameters. A dropout inside of it does not matter."""
     children = [child for name, child in module.named_children() if name != "parametrizations"]
     return not any(list(child.parameters()) for child in children)
 
 
 def has_vectors_only(module: nn.Module) -> bool:
-    """Return true for a module whose weights are vectors, of any number of dimensions."""
+    """Return true if at most one dimension of each weight is larger than 1, as in the gain of a norm."""
     return all(p.numel() == max(p.shape, default=1) for p in module.parameters())
 
 
 class Replay:
-    """A block that runs repeatedly, with the outputs of norms held fixed and those of other modules changed.
+    """The experiment on one block: run its copy repeatedly, hold the outputs of norms, and change other outputs.
 
-    :param block: the copy, which is run. :param call: the other arguments. :param names: the sites, once found.
-    :param like: result for a block built alike, whose norms and fixed outputs are taken.
+    The module's docstring explains what *to hold* means. The attribute ``names`` has the sites once they are found.
+
+    :param block: the copy of the block, which this class runs.
+    :param call: arguments of the block other than its stream.
+    :param dtype: dtype of the copy; None if it keeps those of the block.
+    :param like: the result for a block with the same structure, whose norms, held outputs and streams are used here.
     """
 
     def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype | None, like: BlockSites | None = None) -> None:
         self.block, self.call, self.dtype = block, call, dtype
         self.same = SAME if dtype == torch.float32 else SAME_HALF
-        #: Relative difference below which rows have one size.
+        #: Rows count as equally large if their sizes differ by less than this part.
         self.same_size = 3e-3 if dtype == torch.float32 else SAME_HALF
         self._generator = torch.Generator().manual_seed(2)
         self.x, self.other = self.draw(call.stream), 3.0 * self.draw(call.stream)
-        #: The norms of the block in running order: those of the stream's size, and all.
+        #: The norms of the block, in the order in which they run. ``norms`` has those whose output has as many elements
+        #: as the stream, ``all_norms`` has all.
         self.norms: dict[str, nn.Module] = {}
         self.all_norms: dict[str, nn.Module] = {}
-        #: Fixed outputs of the norms.
+        #: Norm -> the random tensor that replaces its output while the norm is held.
         self.held: dict[str, torch.Tensor] = {}
         #: Norm -> the order of the stream's dimensions in which it reads the stream.
         self.layouts: dict[str, tuple[int, ...]] = {}
-        #: True if the block computes something else in training mode, apart from dropout.
+        #: True if the block computes something different in training mode, for another reason than dropout.
         self._trains_otherwise = False
         #: Norm -> the shape of its input.
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -330,12 +374,12 @@ class Replay:
             self.take_from(like.replay, like.names)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor:
-        """Return random numbers, the same for each block of a structure."""
+        """Return random numbers in the shape of ``like``. All blocks with one structure get the same numbers."""
         numbers = torch.randn(like.shape, generator=self._generator, device="cpu")
         return numbers.to(like.device, self.dtype or like.dtype)
 
     def _find_norms(self) -> None:
-        """Find the norms by their invariance to the size of the input."""
+        """Find the norms of the block. A norm is a module whose output does not depend on the size of its input."""
         calls_by_name: dict[str, list[tuple[Any, Any, Any]]] = {}
         leaves = {
             name: module
@@ -365,7 +409,7 @@ class Replay:
                 self.norms[name] = leaves[name]
             if len(norm_calls) == 1:
                 self.all_norms[name], self.held[name] = leaves[name], self.draw(y)
-        # A norm may hold another one, to whose output it applies its own gain or bias.
+        # A norm may contain another norm, to whose output it applies its own gain or bias. Only the outer one counts.
         for inner in [name for name in calls_by_name if self._outer_norm(name)]:
             for found in (self.norms, self.all_norms, self.held):
                 found.pop(inner, None)
@@ -374,9 +418,11 @@ class Replay:
         self._find_layouts()
 
     def _find_layouts(self) -> None:
-        """Find the order of dimensions in which norms read the stream, such as tokens of images.
+        """Find in which order of dimensions each norm reads the stream, since images may have channels first.
 
-        With all norms held, the input of such a norm moves by what the stream moves. Other norms are on branches.
+        While all norms are held, the input of a norm of the stream changes by exactly the change of the stream, in some
+        order of the dimensions. A norm whose input does not is inside of a branch. It is removed from ``norms`` unless
+        its input has the size and the width of the stream.
         """
         usual = tuple(range(self.x.dim()))
         self.layouts = dict.fromkeys(self.norms, usual)
@@ -400,7 +446,7 @@ class Replay:
                     del self.norms[name]
 
     def _inputs(self, x: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the inputs of norms with the outputs of these norms held."""
+        """Return the input of each of these norms while all of them are held."""
         found: dict[str, torch.Tensor] = {}
 
         def note(name: str) -> _Hook:
@@ -411,17 +457,17 @@ class Replay:
         return found
 
     def _in_stream(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a norm's input or output in the stream's shape."""
+        """Bring the input or output of a norm into the shape of the stream."""
         order = self.layouts.get(name, tuple(range(self.x.dim())))
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return value.reshape(self.x.permute(order).shape).permute(inverse)
 
     def _in_norm(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the stream's shape in the order in which a norm reads it: channels last."""
+        """Bring a tensor of the stream's shape into the order of dimensions in which a norm reads the stream."""
         return value.permute(self.layouts.get(name, tuple(range(self.x.dim()))))
 
     def _outer_norm(self, name: str) -> str | None:
-        """Return the norm that holds the norm ``name``."""
+        """Return the name of the norm that contains the norm ``name``, or None."""
         return next((outer for outer in self.all_norms if name.startswith(f"{outer}.")), None)
 
     def run(
@@ -432,10 +478,13 @@ class Replay:
         *,
         call: Call | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return ``block(x) - x`` with the outputs of these norms held, and the input of each norm minus x.
+        """Hold these norms, run the block on ``x``, and return ``block(x) - x`` and the input of each norm minus x.
 
-        :param changes: module -> the change of its output; for a held norm, of the held output.
-        :param call: other arguments than in the model's forward.
+        :param x: the stream in front of the block.
+        :param names: names of the norms that are held.
+        :param changes: module -> a function that is applied to its output. For a held norm it is applied to the held
+            tensor.
+        :param call: arguments of the block if they are not those of the model's forward.
         """
         inputs: dict[str, torch.Tensor] = {}
 
@@ -453,7 +502,7 @@ class Replay:
         def change(function: _Change) -> _Hook:
             return lambda module, args, output: replace_first(output, function(first_output(output)))
 
-        x = x.detach().requires_grad_(torch.is_grad_enabled())  # code may ask for it
+        x = x.detach().requires_grad_(torch.is_grad_enabled())  # the block may read it
         handles = [self.all_norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
         with hooks(handles):
@@ -461,9 +510,10 @@ class Replay:
         return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def constant(self, names: Sequence[str], *, inner: bool = False) -> bool:
-        """Return true if, with these norms held, block(x) - x and each norm's input minus x do not depend on x.
+        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are held.
 
-        :param inner: some of the norms may be inside of a branch, so that their input itself does not depend on x.
+        :param inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not depend
+            on x.
         """
         (moved, inputs), (other_moved, other_inputs) = self.run(self.x, names), self.run(self.other, names)
         streams = self.x.double(), self.other.double()
@@ -477,22 +527,29 @@ class Replay:
         return a.shape == b.shape and float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale)
 
     def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
-        """Return the change of the block's output for changed outputs of these modules, with the sites held."""
+        """Hold the sites, change the outputs of these modules, and return by how much the block's output changes.
+
+        :param change: the function that is applied to each output; the default shuffles the channels.
+        """
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _roll_channels))[0] - self.rest
 
     @property
     def rest(self) -> torch.Tensor:
-        """``block(x) - x`` with the sites held."""
+        """``block(x) - x`` while the sites are held. It is computed once in each mode."""
         if not hasattr(self, "_rest"):
             self._rest = self.moved()
         return self._rest
 
     def moved(self) -> torch.Tensor:
-        """Return block(x) - x with the sites held, computed anew."""
+        """Run the block and return ``block(x) - x`` while the sites are held."""
         return self.run(self.x, self.names)[0]
 
     def take_from(self, like: Replay, names: tuple[str, ...]) -> None:
-        """Take the norms, their fixed outputs and the streams from a block built alike. :param names: its sites."""
+        """Use the same norms, held outputs and streams as for a block with the same structure.
+
+        :param like: the experiment on that block.
+        :param names: the sites of that block.
+        """
         self.norms = {name: self.block.get_submodule(name) for name in like.norms}
         self.all_norms = {name: self.block.get_submodule(name) for name in like.all_norms}
         self.x, self.other, self.held = like.x, like.other, like.held
@@ -500,7 +557,7 @@ class Replay:
         self.call = replace(self.call, summed=like.call.summed, is_change=like.call.is_change)
 
     def results(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Return what the block computes in eval and in training mode with its sites held."""
+        """Return the results of :meth:`run` in eval mode and in training mode while the sites are held."""
         if not self._results:
             for trains in (False, True):
                 with self._training(trains):
@@ -508,7 +565,7 @@ class Replay:
         return self._results
 
     def equals(self, like: Replay) -> bool:
-        """Return true if this block computes what a block built alike does, in eval and in training mode."""
+        """Return true if this block and the other one compute the same, in eval mode and in training mode."""
         for (moved, inputs), (expected, expected_inputs) in zip(self.results(), like.results(), strict=True):
             pairs = zip((moved, *inputs), (expected, *expected_inputs), strict=False)
             if len(inputs) != len(expected_inputs) or not all(self._equal(a, b) for a, b in pairs):
@@ -516,7 +573,10 @@ class Replay:
         return True
 
     def equals_scaled(self, like: BlockSites, factor: float) -> bool:
-        """Return true if this block is one built alike that multiplies its norms' outputs by ``factor`` itself."""
+        """Return true if this block computes what the other one does, but multiplies its norms by ``factor`` itself.
+
+        :param like: the result for the other block, which has the same structure.
+        """
         self.held, self.x, self.names = like.replay.held, like.replay.x, like.names
         divided = {self.norms[name]: lambda y: y / factor for name in like.names if name in self.norms}
         with torch.no_grad():
@@ -524,7 +584,7 @@ class Replay:
 
     @contextmanager
     def _training(self, trains: bool) -> Iterator[None]:
-        """Set the mode of the copy, without dropout, and gradients, temporarily."""
+        """Switch training mode and gradients on or off while the context runs. Dropout always stays off."""
         in_eval, call = vars(self).pop("_rest", None), self.call
         set_training(self.block, trains)
         try:
@@ -538,7 +598,10 @@ class Replay:
                 self._rest = in_eval
 
     def given_sites(self, names: tuple[str, ...]) -> BlockSites:
-        """Check that the block reads its stream through the owner's norms and nowhere else."""
+        """Check that the block reads its stream through the norms that the user named, and nowhere else.
+
+        :raises _NotPreLN: if it does not, or if it fails one of the other checks of the module's docstring.
+        """
         if missing := [name for name in names if name not in self.norms]:
             others = f"; its norms are {', '.join(self.norms)}" if self.norms else ""
             raise _NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
@@ -559,7 +622,11 @@ class Replay:
         return self._result()
 
     def sites(self, known: tuple[str, ...] | None) -> BlockSites:
-        """Find the sites. :param known: expected names."""
+        """Find the sites of the block.
+
+        :param known: the expected sites, which are confirmed; None to search for them.
+        :raises _NotPreLN: if the block is not Pre-LN, or has other sites than expected.
+        """
         if not self.norms:
             raise _NotPreLN(
                 "none of its modules is a norm of the stream; norms that are functions cannot be scaled", curable=True
@@ -573,7 +640,8 @@ class Replay:
                 curable=True,
             )
         if known is None:
-            # From the end: a norm behind another one of the set, as of queries and keys, or on a branch, is left out.
+            # A norm inside of a branch, such as one of queries, reads what an earlier norm has passed on. The search goes
+            # from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
             for name in reversed(self.norms):
                 without = [other for other in names if other != name]
                 if without and self.constant(without, inner=True):
@@ -585,9 +653,12 @@ class Replay:
         return self._result()
 
     def projections(self, call: Call) -> Mapping[str, int]:
-        """Return the residual output projections; none if a branch ends in a matrix that is no parameter of the block.
+        """Return the residual output projections of the block.
 
-        :param call: as the model made it, with its own tensors.
+        The result is empty if a branch ends in a matrix that is not a parameter of the block, since the result would
+        then be incomplete.
+
+        :param call: the call as the model made it. Its arguments show whether the model passes parameters to the block.
         """
         found = residual_projections(self.block, self.moved, self.same)
         parameters = dict(self.block.named_parameters())
@@ -600,12 +671,12 @@ class Replay:
         given = any(
             isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) for tensor in call.tensors()
         )
-        # A branch without matrices, such as pooling, has no projection.
+        # A branch without matrices, such as pooling, has no projection that could be missed.
         owned = any(left and not self._remains(name, matrices) for name, left in zip(self.names, remain, strict=True))
         return {} if given or owned else found
 
     def _remains(self, name: str, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return true if a site still moves the stream while these parameters are zero."""
+        """Return true if the output of this site still has an effect on the stream while these parameters are zero."""
         saved = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = torch.zeros_like(parameter)
@@ -630,10 +701,11 @@ class Replay:
         )
 
     def _check(self, site_names: str) -> None:
-        """Check the sites.
+        """Run the checks that the docstring of the module lists.
 
-        :raises _NotPreLN: a site without effect, another norm on a branch, a second stream, or a number of branches
-            other than two.
+        :param site_names: the sites in the words of an error message.
+        :raises _NotPreLN: if a site or another norm has no effect, a branch ends in a norm, a norm reads a second
+            stream, the block has not exactly two branches, or the two branches are built alike.
         """
         single_effects = [self.effect(self.norms[name]) for name in self.names]
         for name, effect in zip(self.names, single_effects, strict=True):
@@ -668,13 +740,16 @@ class Replay:
         self._check_training()
 
     def _like_branches(self) -> tuple[str, ...]:
-        """Return the names of two modules of one structure, each of which holds or reads one of two sites; else ()."""
+        """Return the names of the two branches if they are modules with the same structure, or else ``()``.
+
+        A branch is the module that contains one site but not the other, or that reads the output of one site.
+        """
         if len(self.names) != 2:
             return ()
         names = {module: name for name, module in self.block.named_modules()}
         readers: dict[str, nn.Module] = {}
         outputs: dict[int, str] = {}
-        kept: list[torch.Tensor] = []  # so that memory is not reused
+        kept: list[torch.Tensor] = []  # keeps the outputs alive, so that no other tensor gets their address
 
         def wrote(name: str) -> _Hook:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -699,12 +774,12 @@ class Replay:
             first, second = pair
             if first is None or second is None or first is second or not _is_built_like(first, second):
                 continue
-            if self._is_added(first) and self._is_added(second):  # no norms that take a condition
+            if self._is_added(first) and self._is_added(second):  # a conditioned norm is not added
                 return names[first], names[second]
         return ()
 
     def _holder(self, name: str) -> nn.Module | None:
-        """Return the largest module in the block that holds this site and no other; None if it is the norm itself."""
+        """Return the largest module in the block that contains this site and no other, or None if none does."""
         others = {self.norms[other] for other in self.names if other != name}
         parts = name.split(".")
         for length in range(1, len(parts)):
@@ -714,12 +789,12 @@ class Replay:
         return None
 
     def _has_effect(self, name: str) -> bool:
-        """Return true if a change of this norm's output changes an output of the block, be it the stream or another."""
+        """Return true if the output of this norm has an effect on the stream or on any other output of the block."""
         outputs = self._all_outputs({}), self._all_outputs({self.norms[name]: _roll_channels})
         return not all(self._equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True))
 
     def _all_outputs(self, changes: Mapping[nn.Module, _Change]) -> list[torch.Tensor]:
-        """Return all tensors that the block returns with the sites held, its stream first."""
+        """Return all tensors that the block returns while the sites are held. The stream is the first."""
         outputs: list[torch.Tensor] = []
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
@@ -733,7 +808,7 @@ class Replay:
         return outputs
 
     def _use_a_seed_with_all_branches(self) -> None:
-        """Choose a seed with which training drops no branch, if one of a few does."""
+        """Choose a seed with which a block that drops branches in training drops none. Eight seeds are tried."""
         usual = self.call
         for seed in range(8):
             self.call = replace(usual, seed=seed)
@@ -742,7 +817,7 @@ class Replay:
         self.call = usual
 
     def _constant_under_autocast(self) -> bool:
-        """Return true if the block reads its stream through the sites under autocast to bf16, or does not run there."""
+        """Return true if the comparison also succeeds under autocast to bf16, or if the block does not run there."""
         same, self.same = self.same, SAME_HALF
         try:
             with torch.autocast(self.x.device.type, torch.bfloat16):
@@ -753,7 +828,11 @@ class Replay:
             self.same = same
 
     def _check_ends_of_branches(self, site_names: str) -> None:
-        """Refuse Sandwich-LN. :raises _NotPreLN: a branch that ends in a norm, be it a module or a function."""
+        """Refuse Sandwich-LN.
+
+        :param site_names: the sites in the words of an error message.
+        :raises _NotPreLN: if a branch ends in a norm, which may be a module or a function.
+        """
         for name in self.norms.keys() - set(self.names):
             if _is_one_element(self.effect(self.norms[name], change=_raise_one_element)):
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
@@ -762,9 +841,9 @@ class Replay:
                 raise _NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
 
     def _check_training(self) -> None:
-        """Check training mode.
+        """Check the block with gradients, under autocast and in training mode.
 
-        :raises _NotPreLN: the block bypasses its norms there, or its branches end in a norm.
+        :raises _NotPreLN: if a branch reads the stream past the sites in one of them, or ends in a norm in training.
         """
         site_names = " and ".join(self.names)
         changes = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
@@ -786,12 +865,14 @@ class Replay:
                 self._check_ends_of_branches(f"{site_names} in training mode")
 
     def _check_one_stream(self, site_names: str) -> None:
-        """Refuse a second stream.
+        """Refuse a block with a second stream, such as one that also normalizes the states of an encoder.
 
-        A norm outside the sites reads another stream if its input does not depend on the sites, or if it is another
-        argument of the block, up to something that does not depend on that argument.
+        A norm that is not a site reads a second stream in two cases. Either its input does not change when the outputs
+        of the sites change. Or its input is another argument of the block plus a part that does not depend on that
+        argument, as in a second residual connection.
 
-        :raises _NotPreLN: the name of the norm.
+        :param site_names: the sites in the words of an error message.
+        :raises _NotPreLN: if a norm reads a second stream. The message names it.
         """
         outside = [name for name in self.all_norms if name not in self.names]
         if not outside:
@@ -799,8 +880,8 @@ class Replay:
         changed_sites = dict.fromkeys((self.norms[name] for name in self.names), _roll_channels)
         still, moved = self._free_inputs(outside, {}), self._free_inputs(outside, changed_sites)
         suspects = {name for name in still.keys() & moved.keys() if self._equal(still[name], moved[name])}
-        varied: set[str] = set()  # norms of an argument, or of what the block computes from it
-        unchanged: set[str] = set()  # norms of an argument that goes on as it is, such as shared keys
+        varied: set[str] = set()  # norms that read an argument, or something that the block computes from one
+        unchanged: set[str] = set()  # norms that read an argument which the block does not update, such as shared keys
         names = [*self.names, *outside]
         for index, tensor in enumerate(self.call.tensors()):
             if not tensor.is_floating_point() or tensor.dim() < 2 or tensor is self.call.stream:
@@ -808,7 +889,7 @@ class Replay:
             values = [tensor, tensor + 3.0 * self.draw(tensor)]
             try:
                 runs = [self.run(self.x, names, call=self.call.with_tensor(index, value))[1] for value in values]
-            except Exception:  # no stream: an argument that cannot have other values
+            except Exception:  # the argument cannot have other values, so it is no stream
                 varied |= suspects
                 continue
             for name, *inputs in zip(names, *runs, strict=True):
@@ -821,20 +902,23 @@ class Replay:
                 suspects |= {name} if self._equal(*rests) else set()
                 if not self._returns_another(tensor):
                     unchanged.add(name)
-        # A norm of a learned parameter reads no argument.
+        # A norm that is not in ``varied`` may read a learned parameter, which is no stream.
         suspects = (suspects - unchanged) & varied
         if suspects:
             names_found = ", ".join(name for name in outside if name in suspects)
             raise _NotPreLN(f"it has two streams: its norm {names_found} reads another one than {site_names}")
 
     def _returns_another(self, argument: torch.Tensor) -> bool:
-        """Return true if the block returns another tensor of the shape of this argument, besides its stream."""
+        """Return true if, besides its stream, the block returns a tensor in the shape of this argument that is new.
+
+        A tensor that equals one of the arguments is not new.
+        """
         arguments = [tensor.double() for tensor in self.call.tensors() if tensor.shape == argument.shape]
         others = [leaf.double() for leaf in self._all_outputs({})[1:] if leaf.shape == argument.shape]
         return any(not any(self._equal(leaf, tensor) for tensor in arguments) for leaf in others)
 
     def _free_inputs(self, names: Sequence[str], changes: Mapping[nn.Module, _Change]) -> dict[str, torch.Tensor]:
-        """Return the inputs of norms while only the sites are held."""
+        """Return the inputs of these norms while only the sites are held."""
         found: dict[str, torch.Tensor] = {}
 
         def note(name: str) -> _Hook:
@@ -845,19 +929,22 @@ class Replay:
         return found
 
     def _moved_share(self, name: str) -> float:
-        """Return the change of a branch for half of the norm's output, relative to the branch: 0 if it is cancelled."""
+        """Return how much of a branch is lost if the output of its norm is halved, as a part of the whole branch.
+
+        The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor.
+        """
         with self._without_biases():
             zero, half, whole = (
                 self.run(self.x, self.names, {self.norms[name]: lambda y, k=k: k * y})[0]  # type: ignore[misc]
                 for k in (0.0, 0.5, 1.0)
             )
         size = float((whole - zero).norm())
-        # A branch that training drops has no size.
+        # In training mode a branch may be dropped. Nothing is cancelled then.
         return float((whole - half).norm()) / size if size > self.same * float(self.rest.norm()) else 0.5
 
     @contextmanager
     def _without_biases(self) -> Iterator[None]:
-        """Set biases to 0 and gains to 1 temporarily."""
+        """Set all biases to 0 and all other vectors, such as gains, to 1 while the context runs."""
         saved = {parameter: parameter.data for parameter in self.block.parameters()}
         for name, parameter in self.block.named_parameters():
             if parameter.numel() == max(parameter.shape, default=1):
@@ -869,9 +956,9 @@ class Replay:
                 parameter.data = data
 
     def _ends_in_function(self, name: str) -> bool:
-        """Return true if the rows of the branch's output have one size, whatever the norm gives.
+        """Return true if all rows of the branch's output have the same size, however the output of its norm changes.
 
-        A gain would change the sizes of rows, a bias the branch of zeros.
+        A norm without gain and bias gives such rows. Gains and biases are therefore neutralized during the check.
         """
         with self._without_biases():
             norm = self.norms[name]
@@ -890,7 +977,7 @@ class Replay:
                 )
             )
         branch = torch.stack([each - zero for each in moved])
-        # By position, by position of images, in the norm's order, and by example.
+        # A function may normalize each position, each position of an image, in the norm's order, or each example.
         in_norm = torch.stack([self._in_norm(name, each) for each in branch])
         views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]
         for view in views:
@@ -900,21 +987,25 @@ class Replay:
         return False
 
     def _has_both_branches(self) -> bool:
-        """Return true if one output that is added to the stream mixes positions, and another one does not."""
+        """Return true if the block adds two outputs to its stream, of which one mixes positions and the other does not.
+
+        These are the outputs of attention and feed-forward in a parallel block, whose branches read one norm.
+        """
         (name,) = self.names
         here = torch.zeros_like(self.x)
         self._in_norm(name, here)[(0,) * (here.dim() - 1)].fill_(1.0)
         if self._mixes_and_does_not(name, here):
             return True
-        # A GroupNorm reads images with channels first.
+        # A GroupNorm reads images that have their channels first.
         here = torch.zeros_like(self.x)
         here.movedim(1, -1)[(0,) * (here.dim() - 1)].fill_(1.0)
         return here.dim() > 3 and self._mixes_and_does_not(name, here)
 
     def _mixes_and_does_not(self, name: str, here: torch.Tensor) -> bool:
-        """Return true if one added output spreads a change of one position, and another does not.
+        """Change one position, and return true if one added output spreads the change and another does not.
 
-        :param here: 1 for the channels of that position, else 0; in the stream's shape.
+        :param name: the norm whose output is changed.
+        :param here: a mask in the shape of the stream, 1 for all channels of that position and 0 elsewhere.
         """
         in_norm = self._in_norm(name, here)
         modules = [module for module in self.block.modules() if module not in (self.block, *self.all_norms.values())]
@@ -927,7 +1018,8 @@ class Replay:
             inside, outside = float((moved * here).norm()), float((moved * (1 - here)).norm())
             if inside + outside > 0:
                 (mixing if outside > 1e-6 * (inside + outside) else others).append(module)
-        # Another branch: it moves the block while the output that mixes positions is held.
+        # Both outputs may belong to one branch. The second is a separate branch only if the block still depends on it
+        # while the output that mixes positions is replaced by zeros.
         for first, second in itertools.product(mixing, others):
             held = {first: torch.zeros_like}
             pair = [self.run(self.x, self.names, {**held, **more})[0] for more in ({}, {second: _roll_channels})]
@@ -938,7 +1030,7 @@ class Replay:
     def _outputs(
         self, modules: Iterable[nn.Module], changes: Mapping[nn.Module, _Change]
     ) -> dict[nn.Module, torch.Tensor]:
-        """Return the outputs of those modules that ran once and whose output has the stream's size."""
+        """Return the outputs of the modules that ran once and whose output has the size and width of the stream."""
         outputs: dict[nn.Module, list[torch.Tensor]] = {}
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -951,22 +1043,28 @@ class Replay:
         return {module: found[0] for module, found in outputs.items() if len(found) == 1}
 
     def _is_added(self, module: nn.Module) -> bool:
-        """Return true if a change of one element of the module's output changes the block in one element."""
+        """Return true if the block adds the module's output to its stream.
+
+        In that case, a change of one element of this output changes the block's output in one element.
+        """
         return _is_one_element(self.effect(module, change=_raise_one_element))
 
 
 def set_training(module: nn.Module, trains: bool) -> None:
-    """Set the mode of a module's parts, except dropout, which stays off."""
+    """Set training or eval mode for all parts of a module, except that dropout stays off."""
     for part in module.modules():
         part.training = trains and not isinstance(part, nn.modules.dropout._DropoutNd)
 
 
 def normed_branches(module: nn.Module, call: Call) -> int:
-    """Return how many branches of a module read its stream through a norm: 0, 1, or 2 for more than one.
+    """Return how many branches of a module read its stream through a norm.
 
-    Such a module adds to its stream something that does not depend on the stream's size, be its norms modules or
-    functions. The second branch depends on it a little, since it reads the output of the first. A branch that ends in a
-    norm does not count, nor does one that does not mix positions count as more than one.
+    The function looks only at what the module adds to its stream, so it also finds norms that are functions. Behind a
+    norm, this addition does not depend on the size of the stream. A second branch lets it depend on the size a little,
+    since that branch also reads the output of the first one. A branch that ends in a norm does not count.
+
+    :returns: 0 without such a branch, 1 for a single branch that does not mix positions, such as that of a head, and 2
+        for any other module.
     """
     try:
         with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
@@ -981,7 +1079,7 @@ def normed_branches(module: nn.Module, call: Call) -> int:
             first = x.clone().flatten(0, -2)
             first[0] = another.flatten(0, -2)[0]
             one_row = added(64.0 * first.view(x.shape))
-    except Exception:  # no block: its shapes depend on values, or it needs half precision
+    except Exception:  # the module is not counted if its shapes depend on values or it needs half precision
         return 0
     size, moved = float(small.norm()), float((large - small).norm())
     depends = float((other - small).norm()) > 0.2 * size > 1e-3 * float(x.norm())
@@ -993,7 +1091,7 @@ def normed_branches(module: nn.Module, call: Call) -> int:
 
 
 def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
-    """Return true for modules with the same classes, names and shapes of parameters."""
+    """Return true if two modules have parts of the same names and classes, and parameters of the same shapes."""
 
     def structure(module: nn.Module) -> Any:
         classes = [(name, type(part)) for name, part in module.named_modules()]
@@ -1007,25 +1105,32 @@ def _roll_channels(y: torch.Tensor) -> torch.Tensor:
 
 
 def _raise_one_element(y: torch.Tensor) -> torch.Tensor:
-    """Raise one element. What is added to the stream changes it in one element; a matrix in between spreads it."""
+    """Add 1 to one element.
+
+    If a module's output is added to the stream, this changes the stream in one element. A matrix in between would
+    spread the change over many.
+    """
     raised = y.clone(memory_format=torch.contiguous_format)
     raised.view(-1)[y.numel() // 2] += 1.0
     return raised
 
 
 def _is_one_element(moved: torch.Tensor) -> bool:
-    """Return true if a block's output moved in one element only."""
+    """Return true if a block's output changed in one element only."""
     size = moved.abs()
     return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
 
 
 def _norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the input of a norm: its first argument, positional or keyword."""
+    """Return the input of a norm, which is its first argument, positional or keyword."""
     return next(iter((*args, *kwargs.values())), None)
 
 
 def _stream_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Return what a norm reads: its input, or the sum of its inputs of one shape, as of a fused addition and norm."""
+    """Return what a norm reads in fp64.
+
+    This is its input, or the sum of all inputs of one shape if the module adds them before it normalizes.
+    """
     first = _norm_input(args, kwargs)
     return torch.stack([value.detach().double() for value in _alike(first, args, kwargs)]).sum(0)
 
@@ -1037,7 +1142,10 @@ def _alike(first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return true for a norm: 64 and 128 times an input give the same output, another input another output."""
+    """Return true if a module computes a norm.
+
+    A norm returns the same output for 64 and for 128 times an input, and a different output for a different input.
+    """
     example = _norm_input(args, kwargs)
     if not example.is_floating_point():
         return False
@@ -1050,5 +1158,5 @@ def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     x, another = torch.randn((2, *example.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(example)
     small, large, other = run(64.0 * x), run(128.0 * x), run(64.0 * another)
     size = float(small.norm())
-    has_steps = small.unique().numel() < min(17, small.numel())  # such as a sign, which is no norm
+    has_steps = small.unique().numel() < min(17, small.numel())  # a sign function passes the test, but is no norm
     return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size and not has_steps
