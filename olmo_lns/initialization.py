@@ -1,8 +1,9 @@
-"""Initialization: residual output projections found by what they do, measured, and made plain.
+"""Find the residual output projections of a model, measure how they were initialized, and remove a depth factor.
 
-A residual output projection is the last matrix of a branch. Scaled initialization draws these matrices smaller than all
-others: at std/sqrt(2L) in a model of L blocks, or at std/sqrt(2l) in block l. A scheme replaces this factor (arXiv
-2502.05795, footnote 1 and section 6).
+A residual output projection is the last matrix of a branch, whose output is added to the stream. Scaled initialization
+draws these matrices smaller than all others: with the standard deviation std/sqrt(2L) in a model of L blocks, or
+std/sqrt(2l) in block l. A scheme such as LayerNorm Scaling takes the place of this depth factor (arXiv 2502.05795,
+footnote 1 and section 6), so a model under a scheme is initialized plainly, without it.
 """
 
 from __future__ import annotations
@@ -40,23 +41,28 @@ __all__ = [
     "unmark",
 ]
 
-#: A matrix of fewer elements is not measured: its standard deviation is too uncertain.
+#: Matrices with fewer elements are not measured, since their standard deviation would be too uncertain.
 _MEASURABLE = 1000
-#: Of many parameters whose names differ in numbers only, so many that have an effect are examined from either end.
+#: Among parameters whose names differ only in a number, such as those of experts, this many are examined at the
+#: beginning of the row and as many at its end. Parameters without an effect are not counted.
 _FEW = 2
-#: Matrices that are examined for training, the size of the part of each, and of the smallest matrix.
+#: To detect training, up to 16 matrices are examined. Of each, a part of up to 512 rows and columns is used. Matrices
+#: with fewer than 32 rows or columns are left out.
 _SAMPLED, _PART, _SMALLEST = 16, 512, 32
-#: Random matrices have a largest singular value of up to 1.02 times the expected one, trained ones of more.
+#: The largest singular value of a random matrix is at most 1.02 times the expected one. Above this value, a matrix
+#: counts as trained.
 _RANDOM = 1.1
-#: What :func:`mark` records on modules.
+#: The attributes in which :func:`mark` records its findings on modules.
 _MARKS = ("lns_matrices", "lns_norm")
-#: Rule -> (block number, number of blocks) -> what a projection's standard deviation was divided by.
+#: Rule -> a function of the block's number and the number of blocks. It returns the depth factor, by which the rule
+#: divides the standard deviation of a projection.
 _RULES: dict[str, Callable[[int, int], float]] = {
     "plain": lambda number, n_layers: 1.0,
     "sqrt(2L)": lambda number, n_layers: math.sqrt(2.0 * n_layers),
     "sqrt(2l)": lambda number, n_layers: math.sqrt(2.0 * number),
 }
-#: What the variance of all matrices is inversely proportional to: nothing, fan-in, or the sum of both fans.
+#: The usual rules for the sizes of matrices. The variance of a matrix is constant, or inversely proportional to its
+#: fan-in, or to the sum of its fan-in and fan-out. Each function returns the divisor.
 _SIZES: tuple[Callable[[int, int], float], ...] = (
     lambda fan_in, fan_out: 1.0,
     lambda fan_in, fan_out: fan_in,
@@ -67,27 +73,28 @@ _SIZES: tuple[Callable[[int, int], float], ...] = (
 def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], same: float) -> dict[str, int]:
     """Find the residual output projections of a block, parameter by parameter.
 
-    A parameter is one if its slice for a channel of the stream changes block(x) - x in that channel only, and in
-    proportion. The names of modules and the order of a matrix's dimensions do not matter.
+    One slice of a projection belongs to each channel of the stream. If this slice is multiplied, ``block(x) - x``
+    changes in that channel only, and in proportion. The function looks for parameters with this property, so the names
+    of modules and the order of a matrix's dimensions do not matter.
 
-    :param block: a block with random parameters; each is changed for a moment.
+    :param block: a block with random parameters. Each of them is changed and restored.
     :param moved: runs the block on a fixed x with its sites held, and returns block(x) - x, shape (…, channels).
-    :param same: relative difference below which two results count as the same.
-    :returns: name of the parameter -> its dimension of the stream's channels.
+    :param same: two results count as equal if their relative difference is below this value.
+    :returns: name of each projection -> the dimension of the parameter that counts the channels of the stream.
 
     Example: for GPT-2 ``{"attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}``.
     """
     rest = moved()
     width = rest.shape[-1]
-    # The router may leave experts without an effect; those that it selects stand for them.
+    # A router may select only some experts. The others have no effect, and are judged by those that it selects.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in block.named_parameters():
-        # Fewer rows may be the scales of a branch.
+        # A smaller parameter may hold scales of a branch, and is no projection.
         if parameter.dim() > 1 and parameter.numel() >= 8 * width and width in parameter.shape:
             groups[_place(name), parameter.shape].append((name, parameter))
 
     def projects(parameter: nn.Parameter, axis: int) -> bool | None:
-        """Return None if nothing reads the parameter."""
+        """Return true if this dimension of the parameter counts channels of the stream; None if nothing reads it."""
 
         def effect(channel: int, factor: float) -> torch.Tensor:
             with _multiplied(parameter, axis, channel, factor):
@@ -106,7 +113,7 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
         return True
 
     def axis(parameter: nn.Parameter) -> int | None:
-        """Return the channels' dimension of a projection, -1 for another parameter, None if nothing reads it."""
+        """Return the dimension of the channels, -1 if the parameter is no projection, or None if nothing reads it."""
         with _of_its_own(parameter):
             results = {axis: projects(parameter, axis) for axis, size in enumerate(parameter.shape) if size == width}
         if all(result is None for result in results.values()):
@@ -116,7 +123,7 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     projections = {}
     for group in groups.values():
         axis_of: dict[str, int] = {}
-        for ordered in (group, group[::-1]):  # the last of a row of matrices may end the branch
+        for ordered in (group, group[::-1]):  # perhaps only the last one ends the branch
             count = 0
             for name, parameter in ordered:
                 if name not in axis_of and (result := axis(parameter)) is not None:
@@ -133,9 +140,9 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
 
 
 def _place(name: str) -> str:
-    """Return a name with ``#`` for the numbers of modules in a list: ``experts.#.w2`` for ``experts.3.w2.weight``.
+    """Replace the numbers of modules in a parameter's name: ``experts.#.w2`` for ``experts.3.w2.weight``.
 
-    Numbers in the last part of a name tell different matrices of one module apart.
+    A number in the last part of a name is kept, since it distinguishes different matrices of one module.
     """
     *outer, last = name.removesuffix(".weight").split(".")
     is_number = last.isdigit() and not any(part.isdigit() for part in outer)
@@ -144,7 +151,7 @@ def _place(name: str) -> str:
 
 @contextmanager
 def _of_its_own(parameter: nn.Parameter) -> Iterator[None]:
-    """Give a parameter, which may share its memory with others, memory of its own while the context runs."""
+    """Move a parameter to separate memory while the context runs, since it may share its memory with others."""
     value = parameter.data
     parameter.data = value.clone()
     try:
@@ -167,10 +174,13 @@ def _multiplied(parameter: nn.Parameter, axis: int, channel: int, factor: float)
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a block, as recorded on the module that holds the parameter.
+    """What :func:`mark` records about a matrix, on the module that has the parameter.
 
-    :param name: its name in the block. :param number: the block's, 1-based. :param n_layers: of the whole model.
-    :param fans: fan-in and fan-out. :param is_projection: true for a residual output projection.
+    :param name: name of the parameter in the block.
+    :param number: number of the block, from 1.
+    :param n_layers: number of blocks in the whole model.
+    :param fans: fan-in and fan-out of the matrix.
+    :param is_projection: true for a residual output projection.
     """
 
     name: str
@@ -180,12 +190,12 @@ class Matrix:
     is_projection: bool
 
     def factor(self, rule: str) -> float:
-        """What the standard deviation is divided by under ``rule``."""
+        """Return the depth factor, by which ``rule`` divides the standard deviation of this matrix."""
         return _RULES[rule](self.number, self.n_layers)
 
     @property
     def short(self) -> str:
-        """The name for a message: ``c_proj``."""
+        """The short name of the matrix for a message, such as ``c_proj``."""
         parts = [part for part in self.name.removesuffix(".weight").split(".") if not part.isdigit()]
         return parts[-1] if parts else self.name
 
@@ -193,23 +203,26 @@ class Matrix:
 def mark(
     blocks: Sequence[nn.Module], projections: Sequence[Mapping[str, int]], norms: Mapping[str, Sequence[nn.Module]]
 ) -> None:
-    """Record the matrices of all blocks on their modules, for weights that are drawn or sharded later.
+    """Record on the modules of all blocks which matrices and norms they have.
 
+    The records make it possible to measure weights that are drawn or sharded only later.
+
+    :param blocks: all blocks of the model, in order.
     :param projections: the result of :func:`residual_projections` for each block.
-    :param norms: name in the block -> that norm in all blocks.
+    :param norms: name of a norm in its block -> this norm in all blocks.
     """
     for name, each in norms.items():
         for norm in each:
             vars(norm)["lns_norm"] = name
     for number, (block, axes) in enumerate(zip(blocks, projections, strict=True), start=1):
-        dims = {}  # number of dimensions -> which of them has the output's channels, for all matrices of a block
+        dims = {}  # number of dimensions -> the one that counts output channels, the same for all matrices of a block
         parameters = {name: parameter for name, parameter in block.named_parameters() if _shape(parameter)[1:]}
         for name, axis in axes.items():
             dims[len(_shape(parameters[name]))] = axis
         for name, parameter in parameters.items():
             shape = _shape(parameter)
             axis = axes.get(name, dims.get(len(shape), 0))
-            # The first of three dimensions or more, if it is not the output's, counts experts.
+            # In a parameter of three dimensions or more, the first counts experts, unless it is that of the output.
             fan_in = math.prod(shape[1:]) if axis == 0 else shape[-2] if axis == len(shape) - 1 else shape[-1]
             path, _, own_name = name.rpartition(".")
             matrix = Matrix(name, number, len(blocks), (fan_in, shape[axis]), name in axes)
@@ -224,7 +237,7 @@ def unmark(module: nn.Module) -> None:
 
 @contextmanager
 def marks_restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Give a model the marks that it had before, if :func:`mark` or what follows it fails."""
+    """Restore the records of :func:`mark` to what they were before, if the ``with`` block raises."""
     before = {
         module: {name: copy.copy(vars(module)[name]) for name in _MARKS if name in vars(module)}
         for module in model.modules()
@@ -239,7 +252,10 @@ def marks_restored_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
-    """Yield each matrix that :func:`mark` recorded, and its parameter as it is now: a whole, a shard, or on meta."""
+    """Yield each matrix that :func:`mark` recorded, together with its present parameter.
+
+    The parameter may be complete, a shard, or on the meta device.
+    """
     for module in model.modules():
         for name, matrix in vars(module).get("lns_matrices", {}).items():
             if torch.is_tensor(parameter := getattr(module, name, None)):
@@ -248,12 +264,13 @@ def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Initialization:
-    """How the matrices of a model are drawn.
+    """How the matrices of a model were initialized.
 
-    :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``; ``""`` for another rule or none; None if nothing was measured.
+    :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``. It is ``""`` if the matrices follow none of these rules, and
+        None if nothing could be measured.
     :param stds: matrix -> its standard deviation.
-    :param scaled: names in a block of all matrices that have the factor of ``rule``: the residual output projections
-        and others, such as ``w3`` of torchtitan's feed-forward.
+    :param scaled: names, in their block, of all matrices that have the depth factor of ``rule``. Besides the residual
+        output projections these may be others, such as ``w3`` of torchtitan's feed-forward.
     """
 
     rule: str | None
@@ -262,7 +279,7 @@ class Initialization:
 
     @property
     def is_scaled(self) -> bool:
-        """True if the projections have a known depth factor."""
+        """True if the projections have a depth factor that this package recognizes."""
         return self.rule not in (None, "", "plain")
 
     @property
@@ -271,12 +288,12 @@ class Initialization:
 
     @property
     def values(self) -> str:
-        """The standard deviations: ``c_proj 0.005, others 0.02``."""
+        """The standard deviations as text, such as ``c_proj 0.005, others 0.02``."""
         others = [std for matrix, std in self.stds.items() if not matrix.is_projection]
         return f"{_spread(self.projections)}, others {statistics.median_low(others):.2g}"
 
     def __str__(self) -> str:
-        """Return the part of the start-up line on the initialization; ``""`` if nothing was measured."""
+        """Return what the start-up line says about the initialization, or ``""`` if nothing was measured."""
         if self.rule is None:
             return ""
         if self.rule == "plain":
@@ -287,9 +304,10 @@ class Initialization:
 
 
 def measure(model: nn.Module, *, merge: bool = False) -> Initialization:
-    """Measure the recorded matrices and recognize the rule of their initialization.
+    """Measure the matrices that :func:`mark` recorded, and recognize the rule of their initialization.
 
-    :param merge: use what all processes have, so that all find the same rule. Every process must call it.
+    :param merge: combine the measurements of all processes, so that all find the same rule. Every process must then
+        call this function.
     """
     stds = {matrix: std for matrix, parameter in marked(model) if (std := _std(parameter)) is not None}
     if merge and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -300,13 +318,14 @@ def measure(model: nn.Module, *, merge: bool = False) -> Initialization:
 
 
 def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
-    """Multiply the recorded residual output projections by the factor of the rule that is recognized.
+    """Recognize the rule of the initialization, and multiply the matrices by its depth factor to remove it.
 
-    Weights on the meta device and in other processes are left to those who have them.
+    Each process changes only the weights that it has. Weights on the meta device are left unchanged.
 
-    :param found: the initialization, if it is measured. The default measures it, in all processes.
-    :returns: what changed, from what to what.
-    :raises LNSConfigError: trained weights, none to measure, or an unknown rule. Nothing is changed.
+    :param found: the initialization, if it has been measured already. By default it is measured, in all processes.
+    :returns: a line that describes the change, with the standard deviations before and after.
+    :raises LNSConfigError: if the weights are trained, none can be measured, or they follow no known rule. Nothing is
+        changed then.
     """
     if any(hasattr(p, "_z3_optimizer") or getattr(p, "_hp_mapping", None) is not None for p in model.parameters()):
         raise LNSConfigError(
@@ -338,12 +357,13 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
         )
     if found.rule == "plain":
         return "plain initialization: scaled initialization was off, nothing changed"
-    # A depth factor by block is unmistakable in any matrix; a constant one is a user's own choice elsewhere.
+    # A factor that changes from block to block is a depth factor in any matrix. A constant factor of a matrix that does
+    # not end a branch may be a choice of the user, so it is kept.
     changed = found.scaled if found.rule == "sqrt(2l)" else {matrix.name for matrix in found.projections}
     done: dict[Any, torch.Tensor] = {}  # a weight may be tied to another block's
     for matrix, parameter in marked(model):
         if matrix.name in changed and (memory := _memory(parameter)) not in done:
-            done[memory] = parameter  # kept alive, so that its memory and id are not reused
+            done[memory] = parameter  # keeps it alive, so that no other tensor gets its address
             _multiply(parameter, matrix.factor(found.rule))
     before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
     after = {matrix: std * matrix.factor(found.rule) for matrix, std in before.items()}
@@ -353,12 +373,13 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
 
 
 def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
-    """Find the rule that explains all projections, by the other matrices."""
+    """Find the rule under which all projections, without their depth factor, are as large as the other matrices."""
     if len({matrix.is_projection for matrix in stds}) < 2:
         return Initialization(None, stds)
     if not any(std for matrix, std in stds.items() if matrix.is_projection):
         return Initialization("plain", stds)  # they start at zero
-    usual = []  # by size: matrix -> its standard deviation, times the root of its size, divided by that of most others
+    # For each rule of sizes: matrix -> its standard deviation relative to that of the matrices that are no projections.
+    usual = []
     for size in _SIZES:
         sized = {matrix: std * math.sqrt(size(*matrix.fans)) for matrix, std in stds.items()}
         reference = statistics.median_low(std for matrix, std in sized.items() if not matrix.is_projection)
@@ -369,7 +390,7 @@ def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
             if all(_near(ratio * m.factor(rule)) for m, ratio in ratios.items() if m.is_projection):
                 unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.factor(rule))}
                 return Initialization(rule, stds, frozenset(m.name for m in stds) - unlike)
-    # Every depth factor halves some projection of a model with more than one block.
+    # In a model with more than one block, every depth factor makes some projection at most half as large.
     smallest = [min(ratio for m, ratio in ratios.items() if m.is_projection) for ratios in usual]
     return Initialization("plain" if max(smallest, default=0.0) > 0.75 else "", stds)
 
@@ -379,7 +400,7 @@ def _near(ratio: float) -> bool:
 
 
 def _spread(stds: Mapping[Matrix, float]) -> str:
-    """Describe standard deviations by the matrices' short names: ``wo 0.014 to 0.0058, w2 0.014``."""
+    """Describe standard deviations with the short names of the matrices, as in ``wo 0.014 to 0.0058, w2 0.014``."""
     values: dict[str, list[float]] = defaultdict(list)
     for matrix, std in sorted(stds.items(), key=lambda item: item[0].number):
         values[matrix.short].append(std)
@@ -398,7 +419,10 @@ def _spread(stds: Mapping[Matrix, float]) -> str:
 
 
 def _is_constant(stds: Sequence[float]) -> bool:
-    """Return true for one draw: a depth factor changes by 1.41 at least, sampling by 1.15."""
+    """Return true if matrices were drawn with one standard deviation.
+
+    A depth factor that changes from block to block changes it at least 1.41-fold, random sampling at most 1.15-fold.
+    """
     return max(stds) <= 1.25 * min(stds)
 
 
@@ -408,10 +432,13 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _std(parameter: torch.Tensor) -> float | None:
-    """Return the standard deviation of a whole parameter, of which this process may have a shard."""
+    """Return the standard deviation of a complete parameter, even if this process has only a shard of it.
+
+    The mean is taken to be 0. The result is None for a parameter that cannot be measured.
+    """
     if parameter.is_meta or not parameter.is_floating_point() or math.prod(_shape(parameter)) < _MEASURABLE:
         return None
-    shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed ZeRO-3's, flat and filled up with zeros
+    shard = getattr(parameter, "ds_tensor", None)  # a flat shard of DeepSpeed ZeRO-3, padded with zeros
     values = (parameter if shard is None else shard).detach()
     norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     if shard is not None:
@@ -424,7 +451,7 @@ def _std(parameter: torch.Tensor) -> float | None:
 
 
 def _memory(parameter: torch.Tensor) -> Any:
-    """Return what two parameters have in common if they are one, or hold their values in the same memory."""
+    """Return a key that is equal for two parameters if they are the same, or have their values in the same memory."""
     values = getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
     return id(parameter) if values.is_meta or not values.numel() else (values.data_ptr(), values.numel())
 
@@ -437,19 +464,22 @@ def _multiply(parameter: torch.Tensor, factor: float) -> None:
 
 
 def trained_part(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tuple[str, torch.Tensor]] = ()) -> str:
-    """Say by which of its weights a model was trained, as the subject and verb of a sentence, or return ``""``.
+    """Describe which weights show that a model was trained, or return ``""`` if they all look fresh.
 
-    A fresh norm has equal gains, in all blocks. Different gains were trained, or hold a factor, as after a fold. A
-    fresh matrix holds independent random numbers. Its largest singular value is then that of the Marchenko-Pastur law
-    (1967), and training raises it above that. This shows what gains do not: norms without them, and gains that bf16
-    kept at 1. Two kinds of weights pass as fresh: those of a few dozen steps, and matrices of fewer than 32 rows or
+    Two observations count. The gains of a fresh norm are all equal, within a block and between the blocks. Different
+    gains were trained, or they contain a factor, as after a fold. And a fresh matrix consists of independent random
+    numbers, so its largest singular value follows the Marchenko-Pastur law (1967). Training raises it above that. The
+    second observation is needed for norms that have no gain, and for gains that stayed at 1 because they are in bf16.
+
+    Weights that were trained for only a few dozen steps are not recognized, nor are matrices with fewer than 32 rows or
     columns.
 
-    :param norms: name in the block -> that norm in all blocks. Weights on the meta device tell nothing. If they are
-        sharded, every process must call this. A norm without weights that :func:`mark_folded` marked is not at its
-        start either.
-    :param matrices: name in its block and each of the parameters to be examined, from :func:`matrices_of`. Vectors,
+    :param norms: name of a norm in its block -> this norm in all blocks. Weights on the meta device are left out. If
+        the weights are sharded, every process must call this function. A norm without weights counts as trained if
+        :func:`mark_folded` has marked it.
+    :param matrices: pairs of a parameter's name in its block and the parameter, from :func:`matrices_of`. Vectors,
         shards, and partitioned or quantized weights are left out.
+    :returns: the subject and the verb of a sentence for an error message.
 
     Example: ``trained_part({"norm1": [block.norm1 for block in model.blocks]}, matrices_of(model.blocks))``.
     """
@@ -468,7 +498,7 @@ def _trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
         for norm in each:
             for key, parameter in norm.named_parameters():
                 shape = _shape(parameter)
-                if math.prod(shape) != max(shape, default=1):  # a matrix of a linear layer with its norm in it
+                if math.prod(shape) != max(shape, default=1):  # a linear layer that contains its norm
                     continue
                 values = parameter.detach()
                 values = (values.full_tensor() if hasattr(values, "full_tensor") else values).flatten()
@@ -483,14 +513,14 @@ def _trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
 
 
 def matrices_of(blocks: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """Return the name in its block and the value of each parameter with two dimensions or more."""
+    """Return all parameters of the blocks that have two dimensions or more, each with its name in its block."""
     return [(name, p) for block in blocks for name, p in block.named_parameters() if p.dim() > 1]
 
 
 def _trained_matrix(matrices: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the name of a matrix in its block if a third of the matrices is not random, or ``""``.
+    """Return the name of the least random matrix if at least a third of the matrices is not random, or else ``""``.
 
-    One kind of matrix in a block may start with a structure, such as a table of positions.
+    A few matrices may be structured from the start, such as a table of positions. They do not suffice.
     """
     unique = {id(p): (name, p) for name, p in matrices}
     candidates = [
@@ -509,12 +539,13 @@ def _trained_matrix(matrices: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _excess(matrix: torch.Tensor) -> float | None:
-    """Return the largest singular value relative to that of random numbers, of a part of a matrix; None if too small.
+    """Return the largest singular value of a part of a matrix, divided by that of a random matrix of its shape.
 
-    Rows and columns are brought to one size before, since parts of a fused matrix may be drawn at different sizes, and
-    padding is zero.
+    Rows and columns of zeros, which are padding, are removed first. The other rows and columns are scaled to one size,
+    since the parts of a fused matrix may have been drawn with different standard deviations. The result is None if the
+    remaining part is too small or cannot be judged.
     """
-    while matrix.dim() > 2:  # the first expert, or all of a kernel
+    while matrix.dim() > 2:  # take the first expert, or a whole convolution kernel
         matrix = matrix.flatten(1) if matrix.shape[-1] < _SMALLEST else matrix[0]
     part = matrix[:_PART, :_PART].to("cpu", torch.float32)  # SVD takes no half precision
     part = part[part.square().sum(1) > 0][:, part.square().sum(0) > 0]
@@ -526,14 +557,14 @@ def _excess(matrix: torch.Tensor) -> float | None:
 
 
 def mark_folded(norm: nn.Module) -> None:
-    """Record that the linear layers after a norm hold its factor, since a norm without weights does not show it."""
+    """Record on a norm without weights that a fold has multiplied the linear layers after it by its factor."""
     vars(norm)["lns_folded"] = True
 
 
 def drawn_std(weight: torch.Tensor) -> float | None:
     """Return the standard deviation of a weight, or of this process's shard of it.
 
-    :returns: None for a weight on the meta device, of integers, or of fewer than 1,000 elements.
+    :returns: None if the weight is on the meta device, consists of integers, or has fewer than 1,000 elements.
     """
     weight = getattr(weight, "_local_tensor", weight)
     measurable = not weight.is_meta and weight.numel() >= 1000 and weight.is_floating_point()
@@ -543,9 +574,11 @@ def drawn_std(weight: torch.Tensor) -> float | None:
 def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) -> bool:
     """Check that freshly drawn matrices have the standard deviation ``std``.
 
-    :param weights: name -> weight, or this process's shard of it; none is changed.
-    :returns: true if a weight was measured: not on the meta device, at least 1,000 elements.
-    :raises MeasurementError: the found and the expected standard deviation.
+    :param weights: name -> weight, or this process's shard of it. They are not changed.
+    :param std: the expected standard deviation, in the unit of the weights.
+    :param where: beginning of the error message.
+    :returns: true if at least one weight could be measured, see :func:`drawn_std`.
+    :raises MeasurementError: if a standard deviation differs by more than 15 %. The message gives both values.
     """
     measured = False
     for name, weight in weights.items():

@@ -640,8 +640,8 @@ class Replay:
                 curable=True,
             )
         if known is None:
-            # A norm inside of a branch, such as one of queries, reads what an earlier norm has passed on. The search goes
-            # from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
+            # A norm inside of a branch, such as one of queries, reads what an earlier norm has passed on. The search
+            # goes from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
             for name in reversed(self.norms):
                 without = [other for other in names if other != name]
                 if without and self.constant(without, inner=True):

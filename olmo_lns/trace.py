@@ -1,6 +1,8 @@
-"""Run a model once and find its blocks: the list of modules through which one stream runs, in order.
+"""Run a model once and find its blocks.
 
-The blocks may sit in a list of lists, such as the chunks of DINOv2 or the stages of Swin. They are numbered through.
+The blocks are the modules of a list through which one stream passes, from the first to the last. Some models have lists
+within a list, such as the chunks of DINOv2 or the stages of Swin. Their blocks are joined, and numbered from the first
+block of the model to the last.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class Trace:
-    """One forward of a model.
+    """What was observed in one forward of a model.
 
-    :param runs: module -> the number of its runs, in the order in which the modules ended their first run.
-    :param calls: module -> its last call; None for a module whose output is no stream.
+    :param runs: module -> how often it ran, in the order in which the modules finished their first run.
+    :param calls: module -> its last call, or None if it did not return a stream.
     :param outputs: module with a call -> the stream that it returned.
-    :param shapes: module without inner weights -> the shape of its input.
-    :param norm_calls: module that may be a norm -> arguments of its first call, the input without values.
-    :param widths: module whose output has the shape of its input -> the last dimension, of its last call.
+    :param shapes: module without children that have weights -> the shape of its input.
+    :param norm_calls: module that may be a norm -> the arguments of its first call. Its input is replaced by a tensor
+        of the same shape that takes no memory.
+    :param widths: module whose output has the shape of its input -> the last dimension of this shape in its last call.
     """
 
     runs: dict[nn.Module, int] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class Trace:
     _is_norm: dict[nn.Module, bool] = field(default_factory=dict)
 
     def is_norm(self, module: nn.Module) -> bool:
-        """Return true for a norm: by what it does where it ran, or by the name of its class."""
+        """Return true if a module is a norm, judged by the name of its class, or else by what it computed."""
         if module not in self._is_norm:
             found = probe.looks_like_norm(module)
             if not found and module in self.norm_calls:
@@ -56,18 +59,23 @@ class Trace:
         return self._is_norm[module]
 
     def norm_count(self, module: nn.Module) -> int:
-        """Return the number of norms in a module; a norm in a norm does not count."""
+        """Return the number of norms in a module. A norm inside of another norm is not counted."""
         norms = [part for part in module.modules() if self.is_norm(part)]
         return len(norms) - sum(inner in norms for norm in norms for inner in norm.modules() if inner is not norm)
 
     def ran_once(self, module: nn.Module) -> bool:
-        """Return true for a module that ran once, on a stream that it returned."""
+        """Return true for a module that ran exactly once, and returned a stream in the shape of its input."""
         return self.runs.get(module) == 1 and self.calls.get(module) is not None
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model in order. :param path: name of their list, ``""`` for given blocks."""
+    """The blocks of a model.
+
+    :param path: name of the list of blocks, or ``""`` if the user passed the blocks.
+    :param blocks: the blocks in the order in which they run.
+    :param trace: the forward in which they were found.
+    """
 
     path: str
     blocks: list[nn.Module]
@@ -77,7 +85,12 @@ class Blocks:
 def record(
     model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module], *, is_repeated: bool = False
 ) -> Trace:
-    """Run the model once. :param members: modules whose calls are kept."""
+    """Run the model once and observe its modules.
+
+    :param run: runs one forward of the model.
+    :param members: the modules whose calls are kept.
+    :param is_repeated: true for a second run, after the first one has built further modules.
+    """
     trace, members = Trace(), set(members)
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -105,7 +118,7 @@ def record(
     ]
     with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
-    if set(model.modules()) - set(watched) - _scripted(model) and not is_repeated:  # modules that the forward has built
+    if set(model.modules()) - set(watched) - _scripted(model) and not is_repeated:  # the forward built modules
         return record(model, run, members, is_repeated=True)
     return trace
 
@@ -115,12 +128,15 @@ def _scripted(model: nn.Module) -> set[nn.Module]:
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape, dtype and device that takes no memory."""
+    """Return a tensor with the same shape, dtype and device whose elements share one memory cell."""
     return like.new_zeros(1).expand(like.shape)
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> probe.Call | None:
-    """Return the call of a module whose output has the shape of its first floating matrix, the stream; else None."""
+    """Return the call of a module, or None if the module did not return a stream.
+
+    The stream is the first floating argument that has two dimensions or more and the shape of the output.
+    """
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     stream = probe.stream_of(output)
     for key, value in arguments:
@@ -131,11 +147,14 @@ def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> pr
 
 
 def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
-    """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
+    """Find the blocks of ``model``.
+
+    They are the elements of the outermost list whose elements each run once, in order, on one stream.
 
     :param run: runs one forward of the model.
-    :param blocks: the blocks, if they are known.
-    :raises LNSConfigError: no such list, several, a part of the model's depth, or a list that runs several times.
+    :param blocks: the blocks, if the user passed them. They are only checked then.
+    :raises LNSConfigError: if there is no such list or more than one, if the blocks are only a part of the model's
+        depth, or if they run several times.
 
     Example: ``find_blocks(model, lambda: model(ids)).path`` is ``"model.layers"`` for a Llama of transformers.
     """
@@ -159,7 +178,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
             stacks[name] = listed
     _refuse_repeated(model, lists, stacks, trace)
     with_norms = {name: listed for name, listed in stacks.items() if all(map(trace.norm_count, listed))}
-    stacks = with_norms or stacks  # between the blocks, convolutions of positions may have a list of their own
+    stacks = with_norms or stacks  # a list of convolutions between the blocks has no norms
     if len(stacks) > 1:
         stacks = _joined_stages(model, stacks, trace) or stacks
     if len(stacks) != 1:
@@ -180,9 +199,10 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
 
 
 def _find_streams(blocks: Sequence[nn.Module], trace: Trace) -> None:
-    """Correct the calls of blocks by what the model does between them.
+    """Correct which argument of a block is its stream, by a comparison with what the block before it returned.
 
-    Another argument of the stream's shape may come first. Or the blocks return what the model adds to the stream.
+    The first guess is wrong in two cases. Another argument of the same shape may come before the stream. Or the blocks
+    return only a change, which the model itself adds to the stream.
     """
     calls = [trace.calls[block] for block in blocks]
     if len(blocks) < 2 or any(call is None for call in calls):
@@ -217,15 +237,16 @@ def _is_sum(stream: torch.Tensor, output: torch.Tensor, following: torch.Tensor)
 
 
 def _is_inside(name: str, outer: str) -> bool:
-    """Return true for the name of a module inside of another one; the model itself has the name ``""``."""
+    """Return true if the module ``name`` is inside of the module ``outer``. The model itself has the name ``""``."""
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def _elements(module: nn.Module) -> list[nn.Module]:
     """Return the elements of a list that may be blocks.
 
-    Elements without parameters are left out; chunks of DINOv2 are padded with them. A Sequential may hold a whole
-    model: then its blocks are the only row of two elements or more of one class. A layer without children is no block.
+    Elements without parameters, with which DINOv2 pads its chunks, are left out. A layer without children is not a
+    block. A Sequential may contain a whole model. Its blocks are then the adjacent elements of one class, if there is
+    exactly one such group of two or more.
     """
     elements = [child for child in module.children() if next(child.parameters(), None) is not None]
     if all(any(element.children()) for element in elements):
@@ -236,7 +257,10 @@ def _elements(module: nn.Module) -> list[nn.Module]:
 
 
 def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) -> list[nn.Module] | None:
-    """Return the given blocks. :raises LNSConfigError: no modules of the model, or a part of a list."""
+    """Return the blocks that the user passed as a list, or None if there are none.
+
+    :raises LNSConfigError: if they are not modules of the model, or only a part of a list.
+    """
     if blocks is None:
         return None
     given = list(blocks)
@@ -256,7 +280,7 @@ def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) 
 
 
 def _is_stack(listed: Sequence[nn.Module], trace: Trace) -> bool:
-    """Return true if each module ran once, in this order, and its output has the shape of its stream."""
+    """Return true if each module ran once, in this order, and returned a stream in the shape of its input."""
     members = set(listed)
     in_order = [module for module in trace.runs if module in members] == list(listed)
     return in_order and len(members) == len(listed) and all(map(trace.ran_once, listed))
@@ -265,7 +289,10 @@ def _is_stack(listed: Sequence[nn.Module], trace: Trace) -> bool:
 def _refuse_repeated(
     model: nn.Module, lists: Mapping[str, list[nn.Module]], stacks: Mapping[str, Any], trace: Trace
 ) -> None:
-    """Refuse a list of blocks that ran several times. :raises LNSConfigError: its name."""
+    """Refuse a list of blocks that ran several times in one forward.
+
+    :raises LNSConfigError: if there is one. The message names it.
+    """
     for name, listed in lists.items():
         counts = {trace.runs.get(module, 0) for module in listed}
         is_inside = any(_is_inside(name, outer) for outer in stacks)
@@ -279,7 +306,10 @@ def _refuse_repeated(
 
 
 def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]], trace: Trace) -> dict[str, list[nn.Module]]:
-    """Join the lists of the stages of one outer list, one for each of its elements; ``{}`` for other lists."""
+    """Join the lists of blocks of all stages, if each stage is an element of one outer list.
+
+    :returns: name of the outer list -> all blocks, or ``{}`` if the lists are not the stages of one.
+    """
     for outer, module in model.named_modules():
         if not isinstance(module, _LISTS):
             continue
@@ -300,9 +330,10 @@ def _joined_stages(model: nn.Module, stacks: Mapping[str, list[nn.Module]], trac
 def _blocks_of_chunks(
     name: str, listed: list[nn.Module], lists: Mapping[str, list[nn.Module]], trace: Trace
 ) -> list[nn.Module]:
-    """Return the blocks in a list of lists: elements whose norms are all in one list of blocks are no blocks.
+    """Return the blocks inside of the chunks if the elements of a list are chunks, or else the elements themselves.
 
-    The members of such a list have two norms each, or one for both branches.
+    A chunk is a module whose norms are all in one inner list of blocks. Each of these blocks has two norms or more, or
+    one that both of its branches read.
     """
     inner: dict[nn.Module, list[nn.Module]] = {}
     for element in listed:
@@ -321,7 +352,7 @@ def _blocks_of_chunks(
 
 
 def _is_parallel(module: nn.Module, trace: Trace) -> bool:
-    """Return true for a block with one norm, in front of both branches."""
+    """Return true for a block whose two branches read the same norm."""
     try:
         return len(probe.pre_ln_sites(module, trace.calls[module]).names) == 1  # type: ignore[arg-type]
     except LNSError:
@@ -329,7 +360,10 @@ def _is_parallel(module: nn.Module, trace: Trace) -> bool:
 
 
 def _require_numbers(model: nn.Module, name: str) -> None:
-    """Refuse a pipeline stage, whose list starts in the middle. :raises LNSConfigError: the numbers."""
+    """Refuse a pipeline stage, whose blocks are numbered from the middle of the model.
+
+    :raises LNSConfigError: if the names of the blocks are numbers, but not 0, 1, 2, … The message gives them.
+    """
     keys = [key for key, _ in model.get_submodule(name).named_children()]
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
         raise LNSConfigError(
@@ -349,9 +383,11 @@ def _require_whole_depth(
     *,
     is_given: bool,
 ) -> None:
-    """Check that no similar block ran outside of the list, or, for given blocks, that it is another tower's.
+    """Check that no module outside of the list is a block of the same depth.
 
-    :raises LNSConfigError: the names of the similar blocks.
+    If the user passed the blocks, similar modules may exist, but they must belong to another tower.
+
+    :raises LNSConfigError: if there are such modules. The message names them.
     """
     widths = _widths(blocks, trace)
     outside = _similar_modules(model, blocks, trace, widths, run)
@@ -373,9 +409,10 @@ def _require_whole_depth(
 def _refuse_a_stage(
     model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, run: Callable[[], Any], lists: Mapping[str, Any]
 ) -> None:
-    """Refuse given blocks that are a part of a depth, whatever the widths and classes of its other parts are.
+    """Refuse blocks that are only one stage of a model, even if its other stages have other widths and classes.
 
-    :raises LNSConfigError: another list gives all positions of the stream of these blocks, or gets all of them.
+    :raises LNSConfigError: if another list of blocks runs before or after these, and the later of the two depends on
+        the earlier one in all positions of its stream.
     """
     given = {module for block in blocks for module in block.modules()}
     for name, listed in lists.items():
@@ -397,14 +434,14 @@ def _refuse_a_stage(
 
 
 def _joined(*names: str) -> str:
-    """Return the argument with all blocks of two lists, as far as they have names."""
+    """Return ``blocks=[…]`` with the blocks of two lists, for an error message. A list without a name is ``*…``."""
     *order, listed = names
     parts = [f"*{_expression('model', name)}" if name == listed else "*…" for name in order]
     return f"blocks=[{', '.join(parts)}]"
 
 
 def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace, run: Callable[[], Any]) -> bool:
-    """Return true if each position of the second blocks' stream depends on the first blocks."""
+    """Return true if the stream in front of the second blocks depends on the first blocks in each position."""
     call = trace.calls[second[0]]
     found: list[torch.Tensor] = []
 
@@ -423,7 +460,10 @@ def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace
 
 
 def _widths(blocks: Sequence[nn.Module], trace: Trace) -> set[int]:
-    """Return the last dimensions of the blocks' streams, and of the norms in them that read such a stream."""
+    """Return the widths of the blocks' streams.
+
+    They include the last dimension of the inputs of norms that read the stream in another order of its dimensions.
+    """
     widths: set[int] = set()
     for block in blocks:
         if (call := trace.calls[block]) is not None:
@@ -436,10 +476,10 @@ def _widths(blocks: Sequence[nn.Module], trace: Trace) -> set[int]:
 def _similar_modules(
     model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
 ) -> dict[str, nn.Module]:
-    """Return the modules outside of the blocks that ran and may be blocks as well, or norms in front of branches.
+    """Return the modules outside of the blocks that ran and may be further blocks or parts of them.
 
-    These are modules of the blocks' classes, modules with two norms or more of the blocks' width, one of which is in
-    front of a branch, and norms in front of branches that are in no such module.
+    Three kinds are returned: modules with the class of a block, modules with two or more norms of the blocks' width of
+    which one is in front of a branch, and single norms in front of a branch.
     """
     blocks = list(blocks)
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
@@ -475,12 +515,12 @@ def _similar_modules(
 def _norms_on_branches(
     model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
 ) -> set[nn.Module] | None:
-    """Return the norms outside of the blocks whose input also goes around them, as in front of a branch.
+    """Return the norms outside of the blocks that are in front of a branch, so that their input also bypasses them.
 
-    A forward with gradients shows it: while the norm's output is detached, the next block, or the model's output,
-    still depends on the norm's input.
+    A forward with gradients shows this. The output of the norm is detached. If the next block or the output of the
+    model still depends on the input of the norm, this input has bypassed the norm.
 
-    :returns: None if the model has no gradients.
+    :returns: the norms, or None if the model has no gradients.
     """
     blocks = [block for block in blocks if trace.runs.get(block) == 1]
     inner = {module for block in blocks for module in block.modules()}
@@ -519,7 +559,7 @@ def _norms_on_branches(
         return output if stream is None else replace_stream(output, stream.detach().requires_grad_())
 
     def start(module: nn.Module, args: Any, output: Any) -> Any:
-        """Let what no weights with gradients gave have gradients."""
+        """Require gradients for an output that has none, since its module has no trainable weights."""
         y = first_output(output)
         is_start = torch.is_tensor(y) and y.is_floating_point() and torch.is_grad_enabled() and not y.requires_grad
         return replace_first(output, y.detach().requires_grad_()) if is_start else output
@@ -547,9 +587,10 @@ def _norms_on_branches(
 def _functional_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
 ) -> dict[str, nn.Module]:
-    """Return the modules outside of the blocks that may be blocks whose norms are functions, or one module.
+    """Return the modules outside of the blocks that may be blocks although they have no norms as modules.
 
-    They add to a stream of the blocks' width what they read through a norm, which one more forward and a copy show.
+    Such a module reads a stream of the blocks' width through a norm that is a function or the module itself, and adds
+    the result to the stream. One more forward records its call, and a copy of it is then tested.
     """
     inner = {module for block in blocks for module in block.modules()}
     candidates = {
@@ -577,7 +618,7 @@ def _functional_blocks(
 
 
 def _runs_behind(blocks: Iterable[nn.Module], trace: Trace) -> Callable[[nn.Module], bool]:
-    """Return a function that is true for a module that runs behind all of these blocks."""
+    """Return a function that tells whether a module runs after all of these blocks."""
     order = {module: number for number, module in enumerate(trace.runs)}
     last = max((order[block] for block in blocks if block in order), default=-1)
     return lambda module: order[module] > last
@@ -586,13 +627,16 @@ def _runs_behind(blocks: Iterable[nn.Module], trace: Trace) -> Callable[[nn.Modu
 def require_same_in_training(
     model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
 ) -> None:
-    """Run a model in training mode, and refuse blocks that run only there, and norms that run several times there.
+    """Run a model in training mode, and check that it runs the same blocks and norms as in eval mode.
 
-    A model that does not run there on the example, for example since it needs labels, is not checked.
+    A model that cannot run in training mode on the example, for instance because it needs labels, is not checked.
 
-    :param blocks: the blocks, or the given norms if no module runs a block. :param norms: all norms to be scaled.
+    :param blocks: the blocks, or the norms that the user passed if no module runs a block.
+    :param norms: all norms that will be scaled.
     :param trace: the forward in eval mode.
-    :raises LNSConfigError: the names of such blocks or norms.
+    :param run: runs one forward of the model.
+    :raises LNSConfigError: if further blocks run in training mode, or a norm runs several times. The message names
+        them.
     """
     names, norms = {module: name for name, module in model.named_modules()}, list(norms)
     widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
@@ -617,10 +661,12 @@ def require_same_in_training(
 def _require_one_stream(
     model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any]
 ) -> None:
-    """Check that each block gets its stream from the one before, by more runs where something is in between.
+    """Check that each block gets its stream from the block before it.
 
-    :raises LNSConfigError: a block whose input does not depend on the first block, as in a model of two streams, or
-        does not depend on the size of what the block before it gives.
+    If the model changes the stream between two blocks, the model is run again with changed outputs of the blocks.
+
+    :raises LNSConfigError: if the input of a block does not depend on the first block, as in a model with two streams,
+        or does not depend on the size of the previous block's output, as behind a norm.
     """
     calls = [trace.calls[block] for block in blocks]
     pairs = zip(blocks, calls[1:], strict=False)
@@ -628,7 +674,7 @@ def _require_one_stream(
         return
 
     def inputs(changed: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Return the streams that blocks get while the outputs of others are changed."""
+        """Return the stream in front of each block while the outputs of the blocks in ``changed`` are changed."""
         streams: dict[Any, torch.Tensor] = {}
 
         def replace(module: nn.Module, args: Any, output: Any) -> Any:
@@ -692,12 +738,14 @@ def _require_one_stream(
 def require_residual_stream(
     model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
 ) -> None:
-    """Check that the model reads its stream through these norms only, by two forwards with their outputs held.
+    """Check that the whole model reads its stream through these norms only.
 
-    What the second forward adds to the first block's input, and to the output of each block, must go through all later
-    blocks as it is. Between two blocks a linear function may change it, or another stage may begin.
+    The model is run twice while the outputs of the norms are held. The second run adds random numbers to the input of
+    the first block and to the output of each block. These numbers must pass unchanged through all later blocks. Between
+    two blocks, the model may apply a linear function to them or begin another stage.
 
-    :raises LNSConfigError: the block that reads something else, or the two blocks between which the model does.
+    :raises LNSConfigError: if the numbers are changed. The message names the block, or the two blocks between which
+        the model reads its stream without a norm.
     """
     held: dict[nn.Module, torch.Tensor] = {}
     added: dict[Any, torch.Tensor] = {}
@@ -715,7 +763,10 @@ def require_residual_stream(
         return replace_first(output, drawn(held, norm, first_output(output)).clone())
 
     def forward(size: float, only: int | None = None) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return the streams in front of the blocks and behind them. :param only: the one output that is changed."""
+        """Return the streams in front of the blocks and the streams after them.
+
+        :param only: the number of the one block whose output is changed.
+        """
         before: dict[int, torch.Tensor] = {}
         after: dict[int, torch.Tensor] = {}
 
@@ -779,7 +830,7 @@ def require_residual_stream(
 
 
 def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tensor) -> bool:
-    """Return true if a stream moved by what was expected, up to the rounding of its dtype."""
+    """Return true if a stream changed by the expected amount, up to the rounding of its dtype."""
     if expected.shape != stream.shape:
         return False
     rounding = 1e-5 if stream.dtype in (torch.float32, torch.float64) else 0.03
@@ -792,16 +843,20 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def replace_stream(output: Any, value: torch.Tensor) -> Any:
-    """Return a block's output with another stream: in its place, in a tuple, or as ``last_hidden_state``."""
+    """Return a block's output with ``value`` as its stream.
+
+    The stream is the output itself, the first element of a tuple or list, or the field ``last_hidden_state``.
+    """
     if hasattr(output, "last_hidden_state"):
         return type(output)(**{**dict(output), "last_hidden_state": value})
     return replace_first(output, value)
 
 
 def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:
-    """Return true if neither of two groups of blocks gets its whole stream from the other, as in two towers.
+    """Return true if two groups of blocks are two towers, so that neither gets its whole stream from the other.
 
-    A tower may give some positions of the other's stream, or another argument, as images in a language model.
+    One tower may compute a part of the positions of the other's stream, as images in a language model, or another
+    argument of its blocks.
     """
 
     def inputs(group: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -830,7 +885,7 @@ def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run:
 
 
 def _parts_that_run(module: nn.Module) -> list[nn.Module]:
-    """Return a module, or for a list that is never called its elements."""
+    """Return the module itself, or the elements if it is a list, since a list is never called."""
     lists = (nn.ModuleList, nn.ModuleDict)
     return (
         [part for child in module.children() for part in _parts_that_run(child)]
