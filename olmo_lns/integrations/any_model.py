@@ -238,8 +238,8 @@ def _members(module: nn.Module) -> tuple[set[str], set[str]]:
     return set(module._modules), set(module._parameters)
 
 
-#: Attributes of a module that are no state of a forward.
-_KEPT = ("_parameters", "_modules", "_buffers", "training", "forward")
+#: Attributes of a module that are no state of a forward. ``_old_forward`` is the forward behind accelerate's hooks.
+_KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_forward")
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
