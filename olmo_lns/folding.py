@@ -1,8 +1,9 @@
-"""Multiply a scheme's factors into the weights of a built model, in place.
+"""Fold a scheme: multiply its factors into the weights of a built model, in place.
 
-``s * N(x)`` is ``N(x)`` with gain and bias times ``s``. A zero-centred norm stores g, its gain less one; g becomes
-``s * (1 + g) - 1``. For a norm without a gain, the weights of the linear layers after it are multiplied. Products are
-computed in fp64 and rounded once, to the dtype of the written weight.
+A norm whose output is multiplied by ``s`` computes the same as the stock norm with gain and bias times ``s``. A
+zero-centred norm stores its gain minus one, g, which becomes ``s * (1 + g) - 1``. A norm without a gain cannot hold the
+factor, so the weights of the linear layers after it are multiplied instead. Each product is computed in fp64 and
+rounded once, to the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from olmo_lns import initialization, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.response import first_output, replace_first
 
-#: One factor for a whole parameter, or fp64 (rows,) with a factor for each row.
+#: One factor for a whole parameter, or a fp64 tensor of shape (rows,) with a factor for each row.
 Factor = float | torch.Tensor
 
 
 def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, shift: float = 0.0) -> torch.Tensor:
     """Return ``(data + shift) * factor - shift``, computed in fp64 and rounded once.
 
-    :param data: any shape. :param factor: dimensionless; a tensor has one value for each row of ``data``.
-    :param dtype: dtype of the result; None keeps that of ``data``. :param shift: 1.0 for a zero-centred gain.
+    :param data: a tensor of any shape.
+    :param factor: the factor, dimensionless. A tensor has one value for each row of ``data``.
+    :param dtype: dtype of the result; None keeps the dtype of ``data``.
+    :param shift: 1.0 for a zero-centred gain, otherwise 0.0.
 
     Example: ``multiplied(gain, 0.5, torch.bfloat16)``.
     """
@@ -42,13 +45,13 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
 def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> None:
     """Fold the factor of every scaled norm into its gain and bias, and remove the scheme from the model.
 
-    The model is run before and after; all of its outputs must stay the same.
+    The model is run before and after the change. All of its outputs must stay the same.
 
-    :param run: runs one forward of the model in eval mode and returns the output. The forward shows which linear
+    :param run: runs one forward of the model in eval mode and returns the output. The forward also shows which linear
         layers read a norm without a gain.
-    :param dtype: dtype of the changed parameters; None keeps theirs. Other parameters are not converted.
-    :raises LNSConfigError: a factor cannot be folded into the weights.
-    :raises MeasurementError: a norm does not multiply by its gain, or the output changed. In either case the model is
+    :param dtype: dtype of the changed parameters; None keeps their dtypes. Other parameters are not converted.
+    :raises LNSConfigError: if a factor cannot be folded into the weights. The model is left unchanged.
+    :raises MeasurementError: if a norm does not multiply by its gain, or the output of the model changed. The model is
         left unchanged.
 
     Example: ``fold_norms(model, lambda: model(ids))``.
@@ -103,7 +106,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
-    """Map each parameter to the modules that have it, and to their names."""
+    """Map each parameter to the modules that have it, each with its name."""
     owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -114,7 +117,13 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
 def _require_same_output(
     model: nn.Module, expected: list[torch.Tensor], found: list[torch.Tensor], changed: list[torch.Tensor]
 ) -> None:
-    """Compare all outputs before and after. :raises MeasurementError: one differs by more than rounding."""
+    """Check that a fold has not changed the outputs of a model.
+
+    :param expected: the outputs before the fold.
+    :param found: the outputs after it.
+    :param changed: the new values of the changed weights, whose dtypes determine the tolerance.
+    :raises MeasurementError: if an output differs by more than the rounding of these dtypes.
+    """
     for before, after in itertools.zip_longest(expected, found):
         difference = math.inf
         if before is not None and after is not None and before.shape == after.shape:
@@ -134,16 +143,17 @@ def _require_same_output(
 def _folded(
     name: str, norm: Any, dtype: torch.dtype | None, shape: tuple[int, ...] = ()
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Return the new gain and bias of a norm, measured in fp64.
+    """Return the new gain and bias of a norm, after a check in fp64 that they have the effect of the factor.
 
-    :param shape: shape of an input that the norm saw, for norms that do not take rows.
+    :param shape: shape of an input that the norm received in the model, for norms that do not take rows.
+    :raises MeasurementError: if no new gain, zero-centred or not, has this effect.
     """
     factor, parameters = norm.lns_scale, dict(norm.named_parameters())
     if factor == 1.0:
         return {}
     stock = copy.deepcopy(norm)
     sites.restore(stock)
-    if "_hf_hook" in vars(stock):  # accelerate's, which moves inputs between devices
+    if "_hf_hook" in vars(stock):  # accelerate's hook moves inputs between devices
         for attribute in ("forward", "_old_forward", "_hf_hook"):
             vars(stock).pop(attribute, None)
     stock.double()
@@ -172,8 +182,8 @@ def _folded(
 def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
     """Map each norm to the linear layers that read its output unchanged.
 
-    :raises LNSConfigError: another module reads the output, a linear layer has an adapter, or a matrix near the norm
-        did not run, which may read the norm too.
+    :raises LNSConfigError: if something else than linear layers reads the output of a norm, if such a layer has an
+        adapter, or if a matrix in the block of the norm did not run, since it may read the norm too.
     """
     readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -222,14 +232,16 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
 
 
 def _doubled(module: Any, args: Any, output: Any) -> Any:
-    """A forward hook."""
+    """Multiply the output of a module by 2, as a forward hook."""
     return replace_first(output, 2.0 * first_output(output))
 
 
 def _require_all_ran(model: nn.Module, readers: Mapping[Any, list[Any]], idle: set[nn.Module]) -> None:
-    """Check that the example runs all matrices in the block of a norm, since each may read the norm.
+    """Check that the example runs all matrices in the block of each norm, since each of them may read the norm.
 
-    :param idle: the modules with matrices that did not run. :raises LNSConfigError: the first of them in a block.
+    :param readers: norm -> the linear layers that read it.
+    :param idle: the modules with matrices that did not run.
+    :raises LNSConfigError: if one of them is in the block of a norm. The message names the first.
     """
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
@@ -238,7 +250,7 @@ def _require_all_ran(model: nn.Module, readers: Mapping[Any, list[Any]], idle: s
     for norm, each in readers.items():
         path = names[norm]
         while path and not all(names[module].startswith(f"{path}.") for module in each):
-            path = path.rpartition(".")[0]  # to the smallest module around the norm and what reads it
+            path = path.rpartition(".")[0]  # ends at the smallest module with the norm and its readers
         if skipped := [names[module] for module in model.get_submodule(path).modules() if module in idle]:
             raise LNSConfigError(
                 f"The factor of {names[norm]}, a norm without weights, goes into the linear layers that read it. The "
@@ -248,7 +260,10 @@ def _require_all_ran(model: nn.Module, readers: Mapping[Any, list[Any]], idle: s
 
 
 def _outputs(run: Callable[[], Any], handles: list[Any]) -> list[torch.Tensor]:
-    """Return all floating tensors that a forward returns, then remove the hooks."""
+    """Run one forward, remove the hooks, and return all floating tensors of the output.
+
+    :raises LNSConfigError: if the output has no floating tensor.
+    """
     try:
         torch.manual_seed(0)
         output = run()
@@ -265,14 +280,17 @@ def _outputs(run: Callable[[], Any], handles: list[Any]) -> list[torch.Tensor]:
 
 
 def output_as_container(output: Any) -> Any:
-    """Return a model's output as containers that PyTorch knows; a dataclass of transformers is a mapping."""
+    """Convert a model's output, such as an output class of transformers, to a container that PyTorch can traverse."""
     if isinstance(output, Mapping):
         return dict(output)
     return vars(output) if dataclasses.is_dataclass(output) and hasattr(output, "__dict__") else output
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse weights with NaN. :raises LNSConfigError: the number of values that are NaN or infinite."""
+    """Check that all weights are finite.
+
+    :raises LNSConfigError: if a weight has values that are NaN or infinite. The message names it and counts them.
+    """
     for name, tensor in tensors:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())

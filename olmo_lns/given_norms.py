@@ -1,4 +1,7 @@
-"""Norms that the owner of a model gives, in pairs and in order: check them, and find the blocks that run them."""
+"""Check the norms that a user passes with ``norms=``, and find the blocks that run them.
+
+The user passes one pair of norms for each block, in the order of the blocks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,12 @@ _FORM = "norms=[(block.norm1, block.norm2) for block in model.layers]"
 
 @dataclass(frozen=True)
 class GivenNorms:
-    """Norms by block. :param blocks: the module that runs each pair and takes the stream; None without one."""
+    """The norms that the user passed.
+
+    :param pairs: the norms of each block, from block 1. A pair of one norm is read by both branches.
+    :param blocks: for each pair, the module that runs both norms and takes the stream, or None if there is none.
+    :param trace: the forward in which the norms were checked.
+    """
 
     pairs: list[tuple[nn.Module, ...]]
     blocks: list[nn.Module | None]
@@ -26,12 +34,14 @@ class GivenNorms:
 
 
 def given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> GivenNorms:
-    """Check the norms that an owner gives, and run the model once.
+    """Run the model once, and check the norms that the user passed against this forward.
 
-    :param norms: for each block, from block 1, the norms in front of attention and feed-forward, or one shared norm.
+    :param norms: for each block, from block 1, the norms in front of attention and feed-forward, or the one norm that
+        both read.
     :param run: runs one forward of the model.
-    :raises LNSConfigError: no modules of this model, a module twice, pairs of unequal length, an order other than the
-        order in which they run, or a norm that does not run once.
+    :raises LNSConfigError: if a norm is not a module of this model, was passed twice, or does not run exactly once; if
+        the pairs have different lengths or are not in the order in which they run; or if the norms of some blocks are
+        missing. The message names the norm.
     """
     pairs = _pairs(norms)
     names = {module: name for name, module in model.named_modules()}
@@ -85,7 +95,10 @@ def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
 def _require_pairs_of_one_module(
     model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str], traced: trace.Trace
 ) -> None:
-    """Refuse pairs that cut a block. :raises LNSConfigError: a module that runs parts of two pairs."""
+    """Check that the two norms of each pair are in one block.
+
+    :raises LNSConfigError: if a module runs norms of several pairs, but not all norms of these pairs.
+    """
     number_of = {norm: number for number, pair in enumerate(pairs, start=1) for norm in pair}
     for name, module in model.named_modules():
         inside = {norm for norm in module.modules() if norm in number_of}
@@ -99,7 +112,10 @@ def _require_pairs_of_one_module(
 
 
 def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: trace.Trace) -> None:
-    """Refuse a part of the depth. :raises LNSConfigError: a norm that ran in the place of a given one, in a sibling."""
+    """Check that the user passed the norms of all blocks.
+
+    :raises LNSConfigError: if another norm ran whose name differs only in its numbers from that of a passed norm.
+    """
     places, widths = {_place(names[norm]) for norm in given}, {traced.shapes.get(norm, (0,))[-1] for norm in given}
     for module in traced.runs:
         omitted = module not in given and module in names and traced.is_norm(module)
@@ -111,7 +127,7 @@ def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], tra
 
 
 def _place(name: str) -> str:
-    """Return a name with ``*`` for its numbers: ``layers.*.norm*``. A name without numbers is a place by itself."""
+    """Replace the numbers in a name by ``*``, as in ``layers.*.norm*``."""
     return re.sub(r"\d+", "*", name)
 
 
@@ -122,7 +138,10 @@ def _block_of(
     traced: trace.Trace,
     names: dict[nn.Module, str],
 ) -> nn.Module | None:
-    """Return the smallest module that runs the pair, no other given norm, and a stream; None if there is none."""
+    """Return the block of a pair: the smallest module that contains both norms, takes the stream and ran once.
+
+    :param others: the other norms that the user passed. The result is None if each such module contains one of them.
+    """
     parts = names[pair[0]].split(".")[:-1]
     while parts:
         module = model.get_submodule(".".join(parts))

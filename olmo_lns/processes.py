@@ -1,4 +1,8 @@
-"""Connect, lock and check the processes of a command, and raise one process's problem in all of them."""
+"""Helpers for commands that run in several processes.
+
+They open a process group, lock a file, check the number of processes, and raise an error in all processes if one of
+them has a problem.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def one_process(command: str) -> None:
-    """Check that a command was started in one process.
+    """Check that a command was started in a single process.
 
     :param command: name of the command, for the message.
-    :raises LNSConfigError: torchrun has started several processes, which would all do the same work.
+    :raises LNSConfigError: if torchrun has started several processes, which would all do the same work.
     """
     world_size = os.environ.get("WORLD_SIZE", "").strip() or "1"
     if world_size != "1":
@@ -30,10 +34,12 @@ def one_process(command: str) -> None:
 
 @contextmanager
 def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
-    """Lock a file until the ``with`` block and all processes that inherited its descriptor have ended.
+    """Lock a file. The lock ends when the ``with`` block and all processes that inherited the descriptor have ended.
 
+    :param lock: path of the file, which is created if it does not exist.
+    :param problem: the error message, to which the path is added.
     :returns: file descriptor of the lock, for child processes.
-    :raises LNSError: another process has locked the file. The message is ``problem`` with the path of the file.
+    :raises LNSError: if another process has locked the file.
     """
     with lock.open("w") as file:
         try:
@@ -45,9 +51,10 @@ def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Open a process group from torchrun's environment, or else of this process only, without a port or network.
+    """Open a process group and yield the device of this process.
 
-    Yields the device of this process: CUDA number ``LOCAL_RANK``, or the CPU if there is no CUDA.
+    The group has the processes that torchrun has started. Without torchrun it has this process only, and needs neither
+    a port nor a network. The device is the CUDA device with the number ``LOCAL_RANK``, or the CPU if there is no CUDA.
     """
     import torch
     import torch.distributed as dist
@@ -72,7 +79,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def is_first_process() -> bool:
-    """True in the first process of a launch, and where there is one process."""
+    """Return true in the first process of a launch, or if there is only one process."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -82,9 +89,10 @@ def is_first_process() -> bool:
 
 @contextmanager
 def same_outcome_on_every_rank() -> Iterator[None]:
-    """If the ``with`` block raises in one process of a launch, raise in all, before the next collective runs.
+    """Raise an error in all processes of a launch if the ``with`` block raises in one of them.
 
-    Every process must run the block. The class of the error is kept if all processes that failed have the same one.
+    Without this, the other processes would wait forever in their next collective. Every process must run the block. The
+    class of the error is kept if it is the same in all processes that failed.
     """
     problem: Exception | None = None
     try:
@@ -95,11 +103,14 @@ def same_outcome_on_every_rank() -> Iterator[None]:
 
 
 def raise_on_every_rank(problem: Exception | str | None) -> None:
-    """Raise on every process of a launch if one of them has a problem, before the next collective runs.
+    """Raise an error in all processes of a launch if one of them has a problem.
 
-    :param problem: this process's error, or its message, or None or ``""``. Every process must call this function.
-    :raises Exception: ``problem`` itself where there is one process. In a launch of several an error of the class that
-        all failed processes have, or else a :class:`MeasurementError`; the message names the ranks.
+    Without this, the other processes would wait forever in their next collective. Every process must call this
+    function.
+
+    :param problem: the error of this process or its message. None or ``""`` means that there is no problem.
+    :raises Exception: ``problem`` itself if there is only one process. With several, an error whose message names the
+        ranks. Its class is that of the original errors if they agree, or else :class:`MeasurementError`.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,9 @@
 """Compare the scheme of a checkpoint, or of trained weights, with the built model.
 
-The record is the config that the framework saves: OLMo's config.yaml, Megatron's arguments, OLMo-core's and
-transformers' config.json. torchtitan saves none; there it is an entry in the checkpoint's index. Each integration reads
-its record; all share this comparison.
+The scheme of a checkpoint is recorded in the config that the framework saves with it. This is config.yaml for OLMo, the
+saved arguments for Megatron, and config.json for OLMo-core and transformers. torchtitan saves no config, so the scheme
+is recorded there in an entry of the checkpoint's index. Each integration reads its own record. They all use the
+comparisons of this module.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ __all__ = ["record", "require", "require_fresh", "require_same"]
 
 log = logging.getLogger("olmo_lns")
 
-#: What compiling, DDP, FSDP and activation checkpointing put into the names of modules.
+#: Parts that torch.compile, FSDP and activation checkpointing add to the names of modules.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 
 def record(model: Any) -> dict[str, Any]:
-    """Return the scheme of a model as a small plain value, to be saved beside a checkpoint of one's own.
+    """Return a record of a model's scheme, which you can save with a checkpoint that your own script writes.
 
-    :param model: a model with or without a scheme; it may be compiled, sharded or wrapped.
-    :returns: ``scheme``, the spelling of the scheme, and ``norms``: name of each norm with a factor -> the number of
-        its block, 1-based. JSON and ``torch.save`` take it.
-    :raises MeasurementError: a norm lost its factor after the scheme was applied.
+    :param model: a model with or without a scheme. It may be compiled, sharded or wrapped.
+    :returns: a dict that JSON and ``torch.save`` can store. ``scheme`` is the spelling of the scheme. ``norms`` maps
+        the name of each norm with a factor to the number of its block, from 1.
+    :raises MeasurementError: if a norm has lost its factor after the scheme was applied, or the model is only a
+        pipeline stage.
 
     Example: ``torch.save({"model": model.state_dict(), "lns": olmo_lns.record(model)}, path)``.
     """
@@ -51,16 +53,17 @@ def record(model: Any) -> dict[str, Any]:
 
 
 def _own_name(name: str) -> str:
-    """Return a module's name in the model without wrappers, of which DDP's ``module`` is in front."""
+    """Remove the parts that wrappers have added to a module's name. DDP adds ``module`` at the beginning."""
     return re.sub(r"^(module(\.|$))+", "", _WRAPPERS.sub("", name))
 
 
 def require(model: Any, saved: Any) -> None:
-    """Compare a model with the record of a checkpoint, before its weights are loaded.
+    """Compare a model with the record of a checkpoint, before the weights of the checkpoint are loaded.
 
-    :param model: the model that goes on. :param saved: what :func:`record` returned when the checkpoint was saved.
-    :raises CheckpointMismatchError: the schemes differ, and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
-    :raises LNSConfigError: no record, or a record of another model.
+    :param model: the model that will load the weights.
+    :param saved: what :func:`record` returned when the checkpoint was saved.
+    :raises CheckpointMismatchError: if the schemes differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+    :raises LNSConfigError: if ``saved`` is not a record, or is the record of another model.
 
     Example: ``olmo_lns.require(model, checkpoint["lns"])``, then ``model.load_state_dict(checkpoint["model"])``.
     """
@@ -97,13 +100,16 @@ def require_same(
     differing: str = "",
     says: str = "its config says",
 ) -> None:
-    """Compare a checkpoint's record with the built model, before the weights are used.
+    """Check that a checkpoint and the built model have the same scheme, before the weights are used.
 
-    :param saved: scheme of the checkpoint, Pre-LN for a stock config; None if no config was saved.
-    :param setting: scheme -> the option that a user types for it, such as ``--layernorm-scaling``.
-    :param differing: description of another difference, such as the base norm.
-    :param says: subject and verb of the message's sentence, which the saved scheme follows.
-    :raises CheckpointMismatchError: the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+    :param saved: the scheme of the checkpoint. It is Pre-LN for a config that names no scheme, and None if no config
+        was saved.
+    :param running: the scheme of the built model.
+    :param source: name or path of the checkpoint, for the message.
+    :param setting: a function that returns what the user has to type for a scheme, such as ``--layernorm-scaling``.
+    :param differing: description of another difference, such as the base norm. It counts as a mismatch.
+    :param says: the words that stand in front of the saved scheme in the message.
+    :raises CheckpointMismatchError: if the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
 
     Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.
     """
@@ -125,11 +131,15 @@ def require_same(
 
 
 def require_fresh(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
-    """Refuse weights that were trained before a scheme is applied to their model. All integrations share this rule.
+    """Refuse to apply a scheme to a model whose weights were trained without it. All integrations use this rule.
 
-    :param trained_part: from :func:`olmo_lns.initialization.trained_part`; ``""`` for fresh weights.
-    :param trained: True: the weights were trained under ``running``. False: they are fresh. None: not said.
-    :raises CheckpointMismatchError: trained weights, ``trained`` is None and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+    :param trained_part: result of :func:`olmo_lns.initialization.trained_part`, which is ``""`` for fresh weights.
+    :param running: the scheme that is to be applied.
+    :param source: name of the model or its path, for the message.
+    :param trained: what the user says about the weights. True means that they were trained under ``running``, and
+        False that they are fresh. None means that the user has not said it.
+    :raises CheckpointMismatchError: if the weights look trained, ``trained`` is None, and ``OLMO_LNS_ALLOW_MISMATCH``
+        is not 1.
     """
     if not trained_part or trained is not None:
         return

@@ -21,7 +21,7 @@ def first_output(output: Any) -> Any:
 
 
 def replace_first(output: Any, value: Any) -> Any:
-    """Return a module's output with another value in the place of :func:`first_output`."""
+    """Return a module's output in which ``value`` replaces what :func:`first_output` returns."""
     if not isinstance(output, (tuple, list)) or not output:
         return value
     values = value, *output[1:]
@@ -30,10 +30,14 @@ def replace_first(output: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """A norm's output on random rows and the gradient of the rows, fp64.
+    """What a norm computed for a random input.
 
-    :param dtype: dtype of the computation.
-    :param output_dtypes: dtype of the input, and "autocast" -> dtype of the output, for inputs that the norm takes.
+    :param output: output of the norm, converted to fp64.
+    :param gradient: gradient of the input for a random gradient of the output, converted to fp64; None if it was not
+        measured.
+    :param dtype: dtype in which the norm was run.
+    :param output_dtypes: description of an input that the norm accepts, by its dtype and whether autocast is on -> the
+        dtype of the output.
     """
 
     output: torch.Tensor
@@ -42,7 +46,10 @@ class Response:
     output_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def problem(self, before: Response, factor: float) -> str:
-        """Describe the first of output and gradient that is not ``factor`` times its value in ``before``, or ``""``."""
+        """Describe the first value that is not ``factor`` times the one in ``before``, or return ``""`` if all are.
+
+        The output dtypes are compared as well, and must be the same.
+        """
         for case, expected_dtype in before.output_dtypes.items():
             if (actual_dtype := self.output_dtypes.get(case)) != expected_dtype:
                 return f"an output of {actual_dtype} for {case}, expected {expected_dtype}"
@@ -68,10 +75,13 @@ def response(module: nn.Module, width: int, shape: tuple[int, ...] = ()) -> Resp
 
     The module's parameters are neither read nor changed, and may be on the meta device or hold ``main_grad``.
 
-    :param width: the hidden size; x is (6, 3, width), in the parameters' dtype and on their device: two of ordinary
-        rows, two of small ones, which show eps, two with one massive channel, which show a clamp.
-    :param shape: shape of an input that the norm saw, batch first. It is used, with a batch of 6, where the norm does
-        not take rows, as a GroupNorm of (batch, channels, height, width).
+    The input has the shape (6, 3, width), and the dtype and device of the parameters. Its first two examples are
+    ordinary. The next two are small, so that a wrong eps shows. The last two have one massive channel, so that a clamp
+    shows.
+
+    :param width: the hidden size.
+    :param shape: shape of an input that the norm received in its model, batch first. It is used, with a batch of 6, if
+        the norm does not take rows, as a GroupNorm of (batch, channels, height, width).
     """
     if shape:
         try:

@@ -1,9 +1,11 @@
-"""Classes of modules with a factor: multiply the output of a module in place, and measure it.
+"""Multiply the output of a module by a factor, in place, and measure that the module now does so.
 
-A scaled module stays the same object; its class becomes a subclass of its class. Parameters, hooks, state-dict keys and
-``isinstance`` checks do not change. :class:`ScaledGainNorm` is for a norm of known arithmetic, with the factor in gain
-and bias; :class:`ScaledOutput` is for any other. :func:`scale` measures the first and falls back to the second if the
-first does not compute the factor times the framework's output.
+A scaled module stays the same object. Its class is replaced by a subclass of that class, so its parameters, hooks,
+state-dict keys and the results of ``isinstance`` do not change. There are two kinds of subclasses.
+:class:`ScaledGainNorm` is for a norm whose arithmetic is known, and multiplies its gain and bias.
+:class:`ScaledOutput` is for any other module, and multiplies its output. :func:`scale` uses the first kind where it is
+possible and measures the result. If this result is not the factor times the framework's output, the function falls
+back to the second kind.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from olmo_lns.schemes import Plan
 
 
 class PicklableSubclass:
-    """Mixin that makes a class of :func:`picklable_subclass` picklable."""
+    """Mixin whose subclasses can be pickled although :func:`picklable_subclass` creates them at run time."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A framework's class may register its subclasses by name. A class of picklable_subclass is no new one.
+        # A framework's class may register each of its subclasses by name. A class of picklable_subclass has the name of
+        # its stock class, so it must not be registered.
         if "lns_bases" not in vars(cls):
             super().__init_subclass__(**options)
 
@@ -39,23 +42,26 @@ class PicklableSubclass:
 
 
 class Scaled(PicklableSubclass):
-    """Mixin for a framework's class: a module with a factor."""
+    """Mixin that adds a factor to a module class of a framework."""
 
-    # A plain float: a buffer would be lost on the meta device; None would be a branch in ``forward``, with one
-    # torch.compile graph per layer.
+    # The factor is a plain float. A buffer would lose its value on the meta device. None for "no factor" would need a
+    # branch in ``forward``, and torch.compile would compile one graph for each layer.
     lns_scale: float
     lns_scale_tensor: torch.Tensor
     lns_backend: Any
-    #: The plan of the sub-layer without this module's factor, and the factor's name in the plan.
+    #: The plan that the module would compute without its factor, and the field of the plan which the factor sets.
     lns_plan_without_factor: Plan = Plan()
     lns_factor_name: str = "norm_scale"
-    #: True if the mixin's forward calls the framework's, so that a wrapper around that one keeps running.
+    #: True if the forward of the mixin calls the framework's forward, so that wrappers around that one still run.
     lns_calls_forward = False
-    #: Text for the start-up line: the way in which the factor is applied. The default is the norm's backend.
+    #: How the factor is applied, as text for the start-up line. If it is empty, the line names the norm's backend.
     lns_how_applied = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
-        """Return the plan that ``forward`` computes, without the factor if the instance's forward was replaced."""
+        """Return the plan that the module computes for a sub-layer.
+
+        If other code has replaced ``forward`` on the instance, the factor is lost, and the plan does not contain it.
+        """
         replaced = vars(self).get(_forward_name(self))
         if replaced is not None and not isinstance(replaced, ScaledForward) and not _is_bound_forward(self, replaced):
             return self.lns_plan_without_factor
@@ -64,11 +70,13 @@ class Scaled(PicklableSubclass):
 
     @property
     def lns_factor(self) -> Any:
-        """The factor as a float, or for torch.compile an equal 0-d CPU tensor: one graph for all blocks.
+        """The factor as a float, or as an equal 0-d tensor on the CPU while torch.compile traces the module.
 
-        Dynamo treats the first block's float as a constant and the second block's as an input. Recomputation of a
-        checkpointed first block then runs the other graph, which saves other tensors: torch raises a CheckpointError.
-        A tensor is an input from the start. State dicts, meta device and FSDP do not see it.
+        With a float, Dynamo would compile two graphs. It treats the float of the first block as a constant, and that of
+        the second block as an input. If activation checkpointing then recomputes the first block, it runs the second
+        graph, which saves other tensors, and torch raises a CheckpointError. A tensor is an input from the start, so
+        all blocks share one graph. It is neither a parameter nor a buffer, so state dicts, the meta device and FSDP
+        are not affected.
         """
         return self.lns_scale_tensor if torch.compiler.is_compiling() else self.lns_scale
 
@@ -78,7 +86,7 @@ class Scaled(PicklableSubclass):
 
 
 class ScaledOutput(Scaled):
-    """Any module: its output, or the first of its outputs, times the factor."""
+    """A module of any class whose output, or the first of its outputs, is multiplied by the factor."""
 
     lns_how_applied = "outputs multiplied"
 
@@ -87,7 +95,7 @@ class ScaledOutput(Scaled):
 
 
 class ScaledGainNorm(Scaled):
-    """A norm of known arithmetic, with the factor in its gain and bias."""
+    """A norm whose arithmetic is known. The factor multiplies its gain and bias."""
 
     lns_arithmetic: NormArithmetic
 
@@ -100,21 +108,22 @@ class ScaledGainNorm(Scaled):
 
 
 def _forward_name(module: Any) -> str:
-    """Return the attribute of a module that would hold a forward of its own.
+    """Return the name of the instance attribute in which other code may have replaced a module's forward.
 
-    accelerate's hooks put their function in ``forward``. It calls ``_old_forward``, which outlives the hooks.
+    This is ``forward``, unless accelerate has hooked the module. Its hooks put a function of accelerate there, which
+    calls ``_old_forward``. That attribute remains when the hooks are removed.
     """
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def _is_bound_forward(module: Any, forward: Any) -> bool:
-    """Return true for the forward of the module's class, which accelerate's hooks keep as a bound method."""
+    """Return true if ``forward`` is the forward of the module's class, bound to the module by accelerate's hooks."""
     is_bound = getattr(forward, "__self__", None) is module
     return is_bound and forward.__func__ is getattr(type(module), "forward", None)
 
 
 class ScaledForward:
-    """The forward of a module instance, times the module's factor."""
+    """A forward that replaces another one on a module instance, and multiplies its output by the module's factor."""
 
     def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
@@ -131,10 +140,10 @@ _subclasses: dict[tuple[type, type], Any] = {}
 
 
 def picklable_subclass(mixin: type, stock: type) -> Any:
-    """Return the picklable subclass of ``mixin`` and ``stock``, the same for each call."""
+    """Return a picklable class that inherits from ``mixin`` and ``stock``. Each pair has one such class."""
     if (mixin, stock) not in _subclasses:
         members = {"lns_bases": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
-        # Under the stock class's name, which Megatron-FSDP and quantization recipes read.
+        # The class has the name of the stock class, which Megatron-FSDP and quantization recipes look up.
         _subclasses[mixin, stock] = type(stock.__name__, (mixin, stock), members)
     return _subclasses[mixin, stock]
 
@@ -152,7 +161,13 @@ def change_class(
     plan_without_factor: Plan = Scaled.lns_plan_without_factor,
     factor_name: str = Scaled.lns_factor_name,
 ) -> None:
-    """Change the class of ``module`` to ``kind``, a subclass of :class:`Scaled` and of its class; set the factor."""
+    """Change the class of ``module`` and set its factor.
+
+    :param kind: a subclass of :class:`Scaled` and of the present class of the module.
+    :param scale: the factor, dimensionless.
+    :param plan_without_factor: the plan that the module computes without its factor.
+    :param factor_name: the field of the plan which the factor sets.
+    """
     module.__class__ = kind
     module.lns_scale, module.lns_plan_without_factor, module.lns_factor_name = scale, plan_without_factor, factor_name
     module.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
@@ -172,16 +187,22 @@ def scale(
     factor_name: str = Scaled.lns_factor_name,
     respond: Callable[[Any], Response] | None = None,
 ) -> None:
-    """Multiply the output of ``module`` by ``factor``, in place, and measure it against the output before.
+    """Multiply the output of ``module`` by ``factor``, in place, and compare its output with the one before.
 
-    :param where: site of the module, for the message. :param width: the hidden size.
-    :param shape: shape of an input that the module saw, for norms that do not take rows of ``width`` channels.
-    :param arithmetic: that of a norm whose class is known. The factor is in gain and bias if the module's forward is
-        not wrapped and measures ``factor`` times the framework's output; else the output is multiplied.
-    :param mixin: another class than :class:`ScaledGainNorm` with the factor in its arithmetic. It is used likewise.
-    :param plan_without_factor: the plan without this factor. :param factor_name: the factor's name in the plan.
-    :param respond: measures the module; default :func:`olmo_lns.response.response`, which expects a norm.
-    :raises MeasurementError: neither way gives ``factor`` times the output before. The module is left unchanged.
+    :param where: place of the module in the model, for error messages.
+    :param width: the hidden size.
+    :param shape: shape of an input that the module received in the model. It is needed for norms that do not take rows
+        of ``width`` channels.
+    :param arithmetic: the arithmetic of a norm whose class is known. Its gain and bias are then multiplied, unless its
+        forward is wrapped or the result is not ``factor`` times the framework's output. In these cases, and for None,
+        the output is multiplied.
+    :param mixin: a class that is tried instead of :class:`ScaledGainNorm`, under the same conditions.
+    :param plan_without_factor: the plan that the module computes without this factor.
+    :param factor_name: the field of the plan which the factor sets.
+    :param respond: a function that measures the module. The default is :func:`olmo_lns.response.response`, which
+        expects a norm.
+    :raises MeasurementError: if neither way results in ``factor`` times the output before. The module is left
+        unchanged.
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
@@ -219,7 +240,7 @@ def scale(
             setattr(module, name, ScaledForward(module, replaced))
         try:
             problem = respond(module).problem(stock_response, factor)
-        except Exception as error:  # the folded arithmetic reads an attribute that this norm lacks
+        except Exception as error:  # the arithmetic needs an attribute that is missing
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return
@@ -231,19 +252,20 @@ def scale(
 
 
 def forbid_fused_kernels(module: Any) -> None:
-    """Keep PyTorch from kernels that read the weights of a norm instead of calling it, by a hook that changes nothing.
+    """Register a hook that changes nothing, so that PyTorch calls the norm instead of a fused kernel.
 
-    ``nn.TransformerEncoderLayer`` uses such a kernel in eval mode without gradients, unless a module in it has a hook.
+    In eval mode without gradients, ``nn.TransformerEncoderLayer`` runs a kernel that reads the weights of its norms and
+    does not call them. It does not use this kernel if a module in it has a hook.
     """
     module.register_forward_pre_hook(_change_nothing)
 
 
 def _change_nothing(module: Any, args: Any) -> None:
-    """A forward pre-hook, of this module so that a copied or pickled model keeps it."""
+    """Do nothing, as a forward pre-hook. It is a function of this module so that models with it can be pickled."""
 
 
 def restore_class(module: Any, stock: type) -> None:
-    """Give a scaled module its stock class and its former forward back."""
+    """Restore the class and the forward that a module had before it was scaled."""
     for name in ("forward", "_old_forward"):
         forward = vars(module).get(name)
         if isinstance(forward, ScaledForward):
@@ -259,12 +281,12 @@ def restore_class(module: Any, stock: type) -> None:
 
 
 def _takes_one_input(stock: Any) -> bool:
-    """Return true if a class has a plain forward with one argument beside ``self``."""
+    """Return true if a class has a plain forward (see :func:`is_plain`) with one argument besides ``self``."""
     return is_plain(stock) and len(inspect.signature(stock.forward).parameters) == 2
 
 
 def is_plain(stock: type) -> bool:
-    """Return true if the forward of a class is the one of its source file, not decorated and not replaced."""
+    """Return true if the forward of a class is defined in its source file, and neither decorated nor replaced."""
     forward = inspect.getattr_static(stock, "forward", None)
     owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)
     code = getattr(forward, "__code__", None)

@@ -1,9 +1,11 @@
-"""Run a model before its weights exist, on a copy whose random parameters share memory.
+"""Run a copy of a model whose weights do not exist yet.
 
-Large models are built on the meta device, or as DeepSpeed's partitioned parameters. By the time that their weights
-exist, they are sharded and compiled, and their blocks can no longer be run alone. A shadow is a deep copy of such a
-model whose parameters are views of a few random tensors, each as large as the largest parameter that it serves. Which
-norms a branch reads through does not depend on the values. The names that are found on the shadow hold for the model.
+Large models are built on the meta device, or with parameters that DeepSpeed has partitioned. When their weights exist,
+the models are already sharded and compiled, and their blocks can no longer be run alone. They are therefore probed
+before, on a *shadow*. A shadow is a deep copy of the model with random parameters, which needs little memory because
+all parameters are views of a few tensors, each as large as the largest parameter that uses it. The norms through which
+a branch reads its stream do not depend on the values of the weights, so the names that are found on the shadow are
+also right for the model.
 """
 
 from __future__ import annotations
@@ -24,23 +26,24 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 
 __all__ = ["RandomWeights", "device_of", "is_absent", "real_default_device", "same_modules", "shadow", "to_device"]
 
-#: Random numbers that are drawn; longer tensors repeat them. The length is prime, so that rows of a matrix differ.
+#: How many random numbers are drawn. Longer tensors repeat them. The number is prime, so that the rows of a matrix
+#: differ.
 _DRAWN = 1_000_003
 #: Each parameter's view starts this many elements after the one before, within the first ``_STARTS`` elements.
 _STEP, _STARTS = 7919, 99_991
 
 
-#: Attributes of a module that hold tensors, modules and hooks.
+#: Attributes in which ``nn.Module`` itself stores tensors, modules and hooks.
 _OF_MODULES = {"_parameters", "_buffers", "_modules", *(name for name in vars(nn.Module()) if "hook" in name)}
 
 
 def is_absent(parameter: torch.Tensor) -> bool:
-    """Return true for a parameter without values here: on the meta device, or partitioned by DeepSpeed ZeRO-3."""
+    """Return true for a parameter that is on the meta device or partitioned by DeepSpeed ZeRO-3."""
     return parameter.is_meta or (parameter.numel() == 0 and hasattr(parameter, "ds_shape"))
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Return true for integers or bytes in the place of a matrix. A vector of integers may hold positions."""
+    """Return true for a parameter of integers or bytes. A vector of integers does not count, as it may be positions."""
     return parameter.dtype.itemsize < 2 or (not _is_number(parameter) and parameter.dim() > 1)
 
 
@@ -67,12 +70,13 @@ def real_default_device(model: nn.Module) -> Iterator[None]:
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module, also of one with attributes that :mod:`copy` leaves as they are.
+    """Return a deep copy of a module, including what :func:`copy.deepcopy` does not copy.
 
-    Functions that refer to a module, such as ``lambda x: m.c_proj(x)``, refer to its copy in the copy. Attributes that
-    cannot be copied, such as a process group or a lock, are shared.
+    An attribute may be a function that refers to a module, such as ``lambda x: m.c_proj(x)``. In the copy it refers to
+    the copied module. Attributes that cannot be copied, such as a process group or a lock, are shared.
 
     :param memo: id of an object -> its copy, as for :func:`copy.deepcopy`.
+    :raises MeasurementError: if a module returns itself instead of a copy.
     """
     try:
         copies = dict(memo)
@@ -114,7 +118,7 @@ def _can_be_copied(value: Any) -> bool:
 
 
 def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the copy of what a function refers to; itself if it was not copied."""
+    """Return the copy of an object that a function refers to, or the object itself if it was not copied."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in memo:
@@ -126,7 +130,7 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebound(function: Any, memo: dict[int, Any]) -> Any:
-    """Return a function whose closure refers to the copies of what it refers to."""
+    """Return a function whose closure refers to copies of the objects in the closure of ``function``."""
     cells = function.__closure__ or ()
     contents = [getattr(cell, "cell_contents", None) for cell in cells]  # an empty cell has none
     copies = [_copy_of(value, memo) for value in contents]
@@ -142,7 +146,10 @@ def _rebound(function: Any, memo: dict[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def read_only(model: nn.Module) -> Iterator[None]:
-    """Raise a RuntimeError before an operation writes to a parameter, as training does to a teacher's weights."""
+    """Raise a RuntimeError before an operation writes to a parameter.
+
+    Some models do this in a forward in training mode, for example to update the weights of a teacher.
+    """
     saved = [(parameter, parameter.data) for parameter in model.parameters()]
     memory = {parameter.untyped_storage().data_ptr() for parameter, _ in saved if not is_absent(parameter)}
     try:
@@ -251,9 +258,10 @@ def _shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def _filled(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Return values for a meta tensor: ones; zeros for integers, which may be indices.
+    """Return a tensor with values for a tensor on the meta device.
 
-    Masks alternate, since true may mean "use" or "hide": under both meanings each row has something to read.
+    The values are ones, or zeros for integers, which may be indices. In masks, true and false alternate. True may mean
+    "use" in one model and "hide" in another, and with this pattern each row has something to read in both.
     """
     filled = torch.ones(like.shape, dtype=like.dtype, device=device or "cpu")
     if not like.dim():
@@ -266,9 +274,11 @@ def _filled(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
     """Return a copy of ``model`` that can be run although the weights of the model do not exist.
 
-    The copy lies on :func:`device_of` the model, in the dtypes of the parameters.
+    The copy is on the device :func:`device_of` of the model, and has the dtypes of its parameters.
 
-    :raises LNSConfigError: the weights are quantized. :raises MeasurementError: the model cannot be copied.
+    :param weights: memory of the random parameters, which other copies may share.
+    :raises LNSConfigError: if the weights are quantized.
+    :raises MeasurementError: if the model cannot be copied.
 
     Example: ``shadow(model)(torch.zeros(1, 8, dtype=torch.long))``.
     """
@@ -303,7 +313,7 @@ def same_modules(modules: Iterable[nn.Module], of: nn.Module, to: nn.Module) -> 
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors of an example to ``device``; tensors on the meta device become ones, of integers zeros."""
+    """Move the tensors of an example to ``device``. Tensors on the meta device become ones, or zeros for integers."""
     if torch.is_tensor(value):
         return _filled(value, device) if value.is_meta else value.to(device)
     if isinstance(value, Mapping):

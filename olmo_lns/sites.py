@@ -1,7 +1,8 @@
-"""Sites: mark the modules that apply a scheme's factors, read the scheme of a built model back, and check it.
+"""Record on modules which factors of a scheme they apply, and read the scheme of a built model from these records.
 
-A :class:`Site` marks the module that applies the factors of a sub-layer: under LayerNorm Scaling, the norm. The scheme
-of a built model is always read from its sites.
+Such a record is a :class:`Site`. It names a sub-layer of a block, and is stored on the module that applies the factors
+of this sub-layer. Under LayerNorm Scaling that is the norm. This package never remembers the scheme of a model
+elsewhere. It reads the sites of the model, and compares them with what the modules compute.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 class Site:
     """One sub-layer of one block under a scheme.
 
-    :param layer_number: 1-based, global. :param n_layers: number of blocks of the whole model.
-    :param sub_layer: ``attn`` or ``ff``; a norm that both read (parallel blocks) has two sites.
+    :param scheme: the scheme of the model.
+    :param layer_number: number of the block in the whole model, from 1.
+    :param n_layers: number of blocks of the whole model.
+    :param sub_layer: ``attn`` or ``ff``. The norm of a parallel block, which both read, has two sites.
     """
 
     scheme: Scheme
@@ -38,9 +41,9 @@ class Site:
 
 
 def mark(module: Any, *new_sites: Site) -> None:
-    """Store on ``module`` the sites whose plans the module computes.
+    """Store sites on ``module``, which has to compute the plans of these sites.
 
-    :raises LNSConfigError: the module has a scheme already.
+    :raises LNSConfigError: if the module has a scheme already.
     """
     if present_sites := _sites_of(module):
         raise LNSConfigError(
@@ -51,21 +54,22 @@ def mark(module: Any, *new_sites: Site) -> None:
 
 
 def _sites_of(module: Any) -> tuple[Site, ...]:
-    # From the instance: FSDP's and torch.compile's wrappers forward attribute access to the wrapped module.
+    # __dict__ is read because wrappers of FSDP and torch.compile forward attribute access to the wrapped module, whose
+    # sites would then be found twice.
     return tuple(module.__dict__.get("lns_sites", ()))
 
 
 def in_model(model: Any) -> Iterator[tuple[str, Any, Site]]:
-    """Yield ``(module name, module, site)`` for each site in ``model``, in the model's order."""
+    """Yield ``(name of the module, module, site)`` for each site of ``model``, in the order of its modules."""
     for name, module in model.named_modules():
         for site in _sites_of(module):
             yield name, module, site
 
 
 def read_back(model: Any) -> Scheme:
-    """Return the scheme of the built model; Pre-LN if it has no site.
+    """Return the scheme of a built model, which is Pre-LN if the model has no site.
 
-    :raises MeasurementError: two schemes in one model, or a module that does not compute its plan.
+    :raises MeasurementError: if the model has several schemes, or a module does not compute the plan of its site.
     """
     model_sites = list(in_model(model))
     if not model_sites:
@@ -86,10 +90,12 @@ def read_back(model: Any) -> Scheme:
 
 
 def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
-    """Check that every sub-layer of every block has one site under ``scheme``, and that there are no other sites.
+    """Check that every sub-layer of every block has exactly one site under ``scheme``, and that there are no others.
 
-    :param layer_numbers: numbers of the blocks in ``model``; default 1 … n_layers.
-    :raises MeasurementError: the found and the expected sub-layers.
+    :param n_layers: number of blocks of the whole model.
+    :param layer_numbers: numbers of the blocks in ``model`` if it is a part of the whole; by default 1 to ``n_layers``.
+    :raises MeasurementError: if a site is missing, superfluous or under another scheme. The message lists the found and
+        the expected sub-layers.
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
@@ -103,9 +109,9 @@ def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers
 
 
 def restore(model: Any) -> None:
-    """Remove the scheme from a model, after a fold: its modules get their stock classes back.
+    """Remove the scheme from a model. Its modules get back the classes that they had before.
 
-    :raises LNSConfigError: the class of a scaled module was changed afterwards. The model is left unchanged.
+    :raises LNSConfigError: if other code has changed the class of a scaled module since. The model is left unchanged.
     """
     stock = stock_classes(model)
     for module in model.modules():
@@ -120,9 +126,9 @@ def _restore_module(module: Any, stock: type | None) -> None:
 
 
 def stock_classes(model: Any) -> dict[Any, type]:
-    """Return the stock class of each scaled module.
+    """Return the class that each scaled module had before the scheme was applied.
 
-    :raises LNSConfigError: the class of a scaled module was changed after the scheme was applied.
+    :raises LNSConfigError: if other code has changed the class of a scaled module since.
     """
     stock: dict[Any, type] = {}
     for name, module in model.named_modules():
@@ -141,9 +147,9 @@ def stock_classes(model: Any) -> dict[Any, type]:
 
 @contextlib.contextmanager
 def stock_on_failure(model: Any) -> Iterator[None]:
-    """Restore the classes of stock modules if a scheme cannot be attached or measured, or on an interruption.
+    """Remove the scheme from a model if the ``with`` block, which attaches and measures it, raises or is interrupted.
 
-    Modules that had a scheme before, such as those of another tower, keep it.
+    Modules that had a scheme before the block, such as those of another tower, keep it.
     """
     stock = [module for module in model.modules() if not _sites_of(module) and "lns_scale" not in vars(module)]
     with initialization.marks_restored_on_failure(model):

@@ -1,4 +1,4 @@
-"""The start-up line, which says what was built and what was measured."""
+"""Write the start-up line, which tells the user which scheme a model has and what was measured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ log = logging.getLogger("olmo_lns")
 def start_up_line(
     model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", local: str = "", initialization: str = ""
 ) -> str:
-    """Return the start-up line, from the scheme that is read back and the measurements.
+    """Return the start-up line of a model. The scheme is read from the model itself.
 
-    :param measured: measured parts: ``("output", "gradient", "initialization")``. :param norm: the base norm.
-    :param local: the part of the model in this process, if it is not the whole model.
-    :param initialization: text for the initialization: ``"scaled initialization off"``.
+    :param n_layers: number of blocks of the whole model.
+    :param measured: what was measured, such as ``("output", "gradient", "initialization")``.
+    :param norm: name of the stock norm, such as ``RMSNorm``.
+    :param local: description of the part of the model in this process, if it is not the whole model.
+    :param initialization: what the line says about the initialization, such as ``"scaled initialization off"``.
 
     Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: sites, output``.
     """
@@ -39,7 +41,7 @@ def start_up_line(
 
 
 def write_line(line: str) -> None:
-    """Write the start-up line: to the log if one of its handlers takes it, else to stderr in the first process."""
+    """Write the start-up line to the log, or to stderr in the first process if no handler of the log accepts it."""
     if _is_logged(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):
         log.info("%s", line)
     elif is_first_process():
@@ -47,7 +49,7 @@ def write_line(line: str) -> None:
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Return true if a handler of the log, or of a logger above it, takes a record."""
+    """Return true if a handler of the log, or of a logger above it, accepts the record."""
     if not log.isEnabledFor(record.levelno) or not log.filter(record):
         return False
     logger: logging.Logger | None = log
@@ -67,7 +69,11 @@ def _application(module: Any) -> str:
 
 
 def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
-    """Describe constants other than 1, learned factors, Post-LN blocks: ``["s = 1 (block 1) to 0.25 (block 16)"]``."""
+    """Describe what a scheme does in the blocks of a model.
+
+    The result lists constant factors other than 1, learned factors, and the blocks that are Post-LN. For LayerNorm
+    Scaling with 16 blocks it is ``["s = 1 (block 1) to 0.25 (block 16)"]``.
+    """
     plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
     descriptions = []
     for field in fields(Plan):
