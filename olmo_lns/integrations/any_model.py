@@ -1,6 +1,7 @@
-"""Any PyTorch model: find its blocks by one forward on an example and their norms by the probe, and scale the norms.
+"""Apply a scheme to any PyTorch model.
 
-The blocks must be Pre-LN and the norms must be modules.
+One forward on an example shows which modules are the blocks. The probe (:mod:`olmo_lns.probe`) then finds the norms of
+each block, and these norms are scaled. The blocks must be Pre-LN, and the norms must be modules.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from olmo_lns.response import first_output, replace_first, response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
-#: Norm -> its arithmetic, None if that is unknown.
+#: A function that returns the arithmetic of a norm, or None if it is unknown.
 ArithmeticOf = Callable[[nn.Module], NormArithmetic | None]
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
@@ -39,16 +40,21 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Located:
-    """The norms in front of the branches of a model, by their names, so that another process or a copy finds them.
+    """The norms in front of the branches of a model.
 
-    :param path: name of the list of blocks, ``""`` for given blocks or norms.
-    :param blocks: name of each block, ``""`` where no module runs one.
-    :param norms: names of each block's norms: attention's and feed-forward's, or one that both read.
-    :param shapes: shape of the input of each block's norms. :param width: the hidden size, of block 1.
-    :param cancelled: norms whose factor a later norm cancels. :param partly_cancelled: the same, in a part.
-    :param hooked: norms that need a hook, without which PyTorch runs a fused kernel on their weights.
-    :param left: parts of the model that the example did not run. :param given: the owner gave the norms.
-    :param projections: the residual output projections of each block; empty if they were not looked for.
+    They are described by their names, so that the description is valid for another process and for a copy of the model.
+
+    :param path: name of the list of blocks, or ``""`` if the user passed the blocks or the norms.
+    :param blocks: name of each block, or ``""`` for a block that is not a module.
+    :param norms: names of the norms of each block: those of attention and feed-forward, or the one that both read.
+    :param shapes: shape of the input of each block's norms.
+    :param width: the hidden size of block 1.
+    :param cancelled: names of the norms whose factor is cancelled completely by a later norm.
+    :param partly_cancelled: names of the norms whose factor is cancelled by a later norm in a part of the branch.
+    :param hooked: names of the norms that need a hook. Without it, PyTorch runs a fused kernel on their weights.
+    :param left: names of the parts of the model that the example did not run.
+    :param given: true if the user passed the norms.
+    :param projections: the residual output projections of each block. It is empty if they were not determined.
     """
 
     path: str
@@ -64,12 +70,12 @@ class Located:
     projections: tuple[Mapping[str, int], ...] = ()
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the blocks of a model, or, where no module runs one, the modules that hold its first norm."""
+        """Return the blocks of a model. For a block that is not a module, return the parent of its first norm."""
         names = zip(self.blocks, self.norms, strict=True)
         return [model.get_submodule(block or norms[0].rpartition(".")[0]) for block, norms in names]
 
     def norms_of(self, model: nn.Module) -> dict[str, list[nn.Module]]:
-        """Return the norms of a model: name of the norm, ``*`` for the numbers of blocks -> that norm in all blocks."""
+        """Return the norms of a model: name of a norm with ``*`` for the block's number -> this norm in all blocks."""
         norms: dict[str, list[nn.Module]] = {}
         for names in zip(*self.norms, strict=True) if len({*map(len, self.norms)}) == 1 else self.norms:
             by_place: dict[str, list[str]] = {}
@@ -86,7 +92,8 @@ class Located:
 def require_unwrapped(model: nn.Module) -> None:
     """Check that the model can be measured.
 
-    :raises LNSConfigError: it is compiled, or wrapped by DDP or FSDP, or the caller is in inference mode.
+    :raises LNSConfigError: if it is not a module, is compiled or wrapped by DDP or FSDP, has offloaded or lazy weights,
+        or if the caller is in inference mode.
     """
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply found a {type(model).__name__}. It expects a built model, a torch.nn.Module.")
@@ -105,9 +112,9 @@ def require_unwrapped(model: nn.Module) -> None:
 
 
 def require_weights(model: nn.Module) -> None:
-    """Check that all weights are in this process.
+    """Check that this process has all weights of the model.
 
-    :raises LNSConfigError: weights on the meta device, partitioned, or offloaded by accelerate.
+    :raises LNSConfigError: if weights are on the meta device, partitioned, or offloaded by accelerate.
     """
     refuse_offloaded(model)
     if any(map(shadow.is_absent, model.parameters())):
@@ -118,7 +125,10 @@ def require_weights(model: nn.Module) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse a wrapped model. :raises LNSConfigError: a module is compiled, or wrapped by DDP or FSDP."""
+    """Refuse a wrapped model.
+
+    :raises LNSConfigError: if a module is compiled, or wrapped by DDP or FSDP.
+    """
     for module in model.modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
@@ -129,7 +139,10 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """Refuse a model whose weights accelerate keeps elsewhere. :raises LNSConfigError: the module with such weights."""
+    """Refuse a model whose weights accelerate keeps on the CPU or the disk and loads for each forward.
+
+    :raises LNSConfigError: if a module has such weights. The message names it.
+    """
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
@@ -141,9 +154,12 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 def refuse_adapted(model: nn.Module, norms: Iterable[str]) -> None:
-    """Refuse norms that PEFT has wrapped (LNTuning, modules_to_save), since the adapter and the base have one each.
+    """Refuse norms that PEFT has wrapped, as LNTuning and ``modules_to_save`` do.
 
-    :param norms: names of norms in ``model``. :raises LNSConfigError: the name of a wrapped norm.
+    Such a norm exists twice, once in the adapter and once in the base model.
+
+    :param norms: names of norms in ``model``.
+    :raises LNSConfigError: if a norm is wrapped. The message names it.
     """
     modules = dict(model.named_modules())
     for norm in norms:
@@ -159,7 +175,12 @@ def refuse_adapted(model: nn.Module, norms: Iterable[str]) -> None:
 
 
 def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
-    """Return a function that runs one forward of ``model`` on ``example``."""
+    """Return a function that runs one forward of ``model`` on ``example``.
+
+    :param example: as for :func:`olmo_lns.apply`. By default it is eight random token ids.
+    :raises LNSConfigError: if there is no example and the model has no token embedding. The returned function raises it
+        if the model does not accept the example.
+    """
     if example is None:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not rows:
@@ -191,9 +212,10 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients and compilers; restore modes, buffers, attributes and random states.
+    """Put the model into eval mode without gradients and compilers, and restore its state afterwards.
 
-    The modes are set one by one, since a module's own ``train`` may do more, such as merging adapters.
+    The modes, buffers and attributes of all modules and the states of the random generators are restored. The mode of
+    each module is set directly, since its method ``train`` may do more, such as merging adapters.
     """
     training = {module: module.training for module in model.modules()}
     plain = [module for module in training if not isinstance(module, torch.jit.ScriptModule)]
@@ -215,7 +237,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, mode in training.items():
             module.training = mode
         for module, (members, saved) in attributes.items():
-            if members == _members(module):  # else the forward has built a part of the module
+            if members == _members(module):  # otherwise the forward has built parts of the module
                 _restore_attributes(module, saved)
         for module, owned in buffers:
             for name in module._buffers.keys() - owned.keys():
@@ -228,7 +250,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _without_compilers() -> Any:
-    """Run compiled functions as they were written: Dynamo does not guard on hooks, so it would reuse what it has."""
+    """Run compiled functions without their compiled code.
+
+    Dynamo does not check whether hooks were added, so it would run code that it compiled without them.
+    """
     compiler = getattr(torch, "compiler", None)
     is_used = "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance")
     return compiler.set_stance("force_eager") if is_used else nullcontext()  # type: ignore[union-attr]
@@ -238,12 +263,13 @@ def _members(module: nn.Module) -> tuple[set[str], set[str]]:
     return set(module._modules), set(module._parameters)
 
 
-#: Attributes of a module that are no state of a forward. ``_old_forward`` is the forward behind accelerate's hooks.
+#: Attributes of a module that a forward does not use as state, or that are restored in another way. ``_old_forward`` is
+#: the forward behind accelerate's hooks.
 _KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_forward")
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes in which a forward may keep a state: name -> its value, and a copy of a container."""
+    """Return the attributes in which a forward may keep state: name -> the value, and a copy of it if a container."""
     found = {name: value for name, value in vars(module).items() if name not in _KEPT and not name.startswith("lns_")}
     containers = (list, dict, set)
     return {
@@ -258,7 +284,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def _restore_attributes(module: nn.Module, saved: Mapping[str, tuple[Any, Any]]) -> None:
-    """Give a module the attributes that it had before a forward."""
+    """Restore the attributes that a module had before a forward."""
     for name in _attributes(module).keys() - saved.keys():
         del vars(module)[name]
     for name, (value, content) in saved.items():
@@ -277,15 +303,18 @@ def locate(
     *,
     arithmetic_of: ArithmeticOf = lambda norm: None,
 ) -> Located:
-    """Find the norms of a model: run the model once, then one block of each structure repeatedly.
+    """Find the norms in front of the branches of a model.
 
-    A model whose weights do not exist yet is run on a shadow (:mod:`olmo_lns.shadow`).
+    The model is run once, and then one block of each structure is run repeatedly. If the weights of the model do not
+    exist yet, a shadow of it is run instead (:mod:`olmo_lns.shadow`).
 
     :param example: as for :func:`olmo_lns.apply`.
-    :param blocks: the blocks, if they are known.
-    :param norms: pairs of norms, or one shared norm, in order from block 1, if the owner of the model gives them.
+    :param blocks: the blocks, if the user passed them.
+    :param norms: the norms of each block from block 1, as pairs or as one norm that both branches read, if the user
+        passed them.
     :param arithmetic_of: as in :func:`attach`.
-    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
+    :raises LNSConfigError: if no list of Pre-LN blocks is found.
+    :raises MeasurementError: if a block cannot be run again.
     """
     blocks, norms = _as_list(blocks), _as_list(norms)
     norms = [_as_list(each) for each in norms] if isinstance(norms, list) else norms
@@ -306,7 +335,7 @@ def locate(
 
 
 def _as_list(value: Any) -> Any:
-    """Return a list of what a list of modules or an iterator gives; another module or value as it is."""
+    """Convert a ModuleList, another container of modules or an iterator to a list. Return other values unchanged."""
     if isinstance(value, nn.ModuleDict):
         return list(value.values())
     is_module = isinstance(value, nn.Module) and not isinstance(value, (nn.ModuleList, nn.Sequential))
@@ -366,10 +395,13 @@ def _locate(
 
 
 def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Located:
-    """Locate the norms in the first process of a launch, and take its result in the others.
+    """Find the norms in the first process of a launch, and use its result in all processes.
 
-    :param args: and ``options``: as for :func:`locate`. Every process must call this function.
-    :raises LNSError: the first process found none, or this process has another model.
+    Every process must call this function.
+
+    :param args: positional arguments of :func:`locate`.
+    :param options: keyword arguments of :func:`locate`.
+    :raises LNSError: if :func:`locate` raises in the first process, or the model of this process is different.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return locate(model, *args, **options)
@@ -378,7 +410,7 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
     if dist.get_rank() == 0:
         try:
             result = [(modules, locate(model, *args, **options))]
-        except Exception as error:  # the other processes wait for an answer
+        except Exception as error:  # the other processes wait for a broadcast
             problem = error if isinstance(error, LNSError) else LNSConfigError(f"{type(error).__name__}: {error}")
             result = [problem]
             dist.broadcast_object_list(result, src=0)
@@ -402,7 +434,13 @@ def _probe_blocks(
     weights: shadow.RandomWeights,
     advice: str,
 ) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
-    """Return the norms of each block, the blocks that were probed by themselves, and each block's projections."""
+    """Probe the blocks, each structure only once.
+
+    :param stack: the blocks, None for a block that is not a module.
+    :param pairs: the norms that the user passed for each block, or None.
+    :returns: the norms of each block, the blocks that were probed separately with their results, and the residual
+        output projections of each block.
+    """
     by_structure: dict[Any, probe.BlockSites] = {}
     probes: list[tuple[nn.Module, probe.BlockSites]] = []
     numbers: dict[Any, int] = {}
@@ -439,9 +477,15 @@ def _probe_blocks(
 
 
 def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: int, first: int) -> None:
-    """Refuse a block that multiplies its norms' outputs by 1/sqrt(l) in its own code, as the paper's repository does.
+    """Refuse a model whose blocks multiply the outputs of their norms by 1/sqrt(l) themselves.
 
-    :raises LNSConfigError: the number of the block.
+    The model of the paper's repository does this.
+
+    :param found: the result for this block.
+    :param like: the result for an earlier block with the same structure.
+    :param number: number of this block.
+    :param first: number of the earlier block.
+    :raises LNSConfigError: if this block is the earlier one with the factor of its own number.
     """
     if found.replay.equals_scaled(like, math.sqrt(first / number)):
         raise LNSConfigError(
@@ -454,7 +498,10 @@ def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: 
 def _require_one_run(
     names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: trace.Trace
 ) -> None:
-    """Check that each norm ran once. :raises LNSConfigError: a norm that other code bypasses or shares."""
+    """Check that each norm ran exactly once.
+
+    :raises LNSConfigError: if a norm did not, because other code bypasses it or another part of the model shares it.
+    """
     counts = {names[norm]: traced.runs.get(norm, 0) for each in norms for norm in each}
     if problems := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
@@ -464,13 +511,19 @@ def _require_one_run(
 
 
 def structure(block: nn.Module) -> Any:
-    """Return the module types, parameter shapes and devices of a block, which are equal for blocks built alike."""
+    """Return the classes of a block's modules and the shapes and devices of its parameters.
+
+    Two blocks have the same structure if these are equal.
+    """
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
 def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: trace.Trace) -> tuple[str, ...]:
-    """Return the names of what the example did not run: parts with two norms or more, and norms of the blocks."""
+    """Return the names of what the example did not run.
+
+    These are parts of the model with two norms or more, and single norms in the blocks.
+    """
     left: list[str] = []
     for name, module in model.named_modules():
         parts = list(module.modules())
@@ -485,13 +538,16 @@ def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: trace.Tra
     return tuple(left)
 
 
-# --- code that computes past a norm where there is no hook ----------------------------------------------------------
+# --- fused kernels that read the weights of a norm and do not call it -----------------------------------------------
 
 
 def _norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf) -> tuple[str, ...]:
-    """Return the names of the norms that need a hook: without one, the scaled block differs from the hooked one.
+    """Return the names of the norms that need a hook, so that PyTorch does not replace them by a fused kernel.
 
-    :raises MeasurementError: with it, the block still differs.
+    They need one if a copy of the block with scaled norms computes something else than a copy whose norms are
+    multiplied by hooks.
+
+    :raises MeasurementError: if the copy with scaled norms still differs when it has such a hook.
     """
     if not _differences(block, found, arithmetic_of, hooked=False):
         return ()
@@ -505,7 +561,10 @@ def _norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: Ari
 
 
 def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf, *, hooked: bool) -> list[str]:
-    """Return the modes in which a copy of the scaled block differs from a copy with hooks on its norms."""
+    """Return the modes in which a copy of the block with scaled norms differs from a copy with multiplying hooks.
+
+    :param hooked: register a hook that changes nothing on each scaled norm.
+    """
     replay, factor, differing = found.replay, 0.5, []
     reference, scaled_copy = (probe.random_copy(block, replay.block, dtype=replay.dtype) for _ in range(2))
     for each in (reference, scaled_copy):
@@ -541,14 +600,16 @@ def attach(
     *,
     trained: bool | None = None,
 ) -> list[str]:
-    """Scale the located norms, or measure them again if they have the scheme.
+    """Scale the norms of a model. If they have the scheme already, measure them again.
 
-    :param arithmetic_of: norm -> its arithmetic, None if that is unknown.
+    :param located: the norms, from :func:`locate`.
+    :param arithmetic_of: a function that returns the arithmetic of a norm, or None if it is unknown.
     :param trained: as in :func:`olmo_lns.apply`.
-    :returns: the measured parts.
-    :raises CheckpointMismatchError: the weights were trained without a factor.
-    :raises LNSConfigError: a scheme that does more than multiply norms, or norms with another scheme.
-    :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
+    :returns: what was measured, for the start-up line.
+    :raises CheckpointMismatchError: if the weights were trained without a factor.
+    :raises LNSConfigError: if the scheme does more than multiply norms, or the norms have another scheme.
+    :raises MeasurementError: if the output of a norm is not its factor times the output before. The model is left
+        unchanged.
     """
     refuse_foreign_attributes(model, located)
     n_layers, current = len(located.norms), sites.read_back(model)
@@ -600,7 +661,10 @@ def attach(
 
 
 def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
-    """Refuse norms that use names of this package. :raises LNSConfigError: the name of the norm and the attribute."""
+    """Refuse norms that have an attribute with a name that this package uses.
+
+    :raises LNSConfigError: if there is one. The message names the norm and the attribute.
+    """
     for names in located.norms:
         for name in names:
             norm = model.get_submodule(name)
@@ -613,7 +677,7 @@ def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
 
 
 def describe_initialization(model: nn.Module, located: Located) -> str:
-    """Return the text of the start-up line on the initialization; ``""`` for trained weights."""
+    """Return what the start-up line says about the initialization, or ``""`` for trained weights."""
     if located.projections and any(map(shadow.is_absent, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
     matrices = initialization.matrices_of(located.blocks_of(model))
@@ -622,7 +686,10 @@ def describe_initialization(model: nn.Module, located: Located) -> str:
 
 
 def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
-    """Measure a scaled norm. :raises MeasurementError: not its factor times the output of the stock norm."""
+    """Measure a norm that was scaled before.
+
+    :raises MeasurementError: if its output is not its factor times the output of the stock norm.
+    """
     stock = copy.deepcopy(norm)
     sites.restore(stock)
     found, expected = (response(each, width, shape) for each in (norm, stock))
@@ -631,11 +698,12 @@ def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
 
 
 def check_without_hooks(model: nn.Module, located: Located, example: Any = None) -> None:
-    """Check that code outside of the blocks runs the scaled norms, also where there is no hook.
+    """Check that the whole model calls its scaled norms, and does not replace them by a fused kernel.
 
-    A model without weights cannot be run, and is not checked.
+    Such a kernel is not used for a norm with a hook. The output of the model without hooks is therefore compared with
+    its output with hooks that change nothing. A model without weights cannot be run and is not checked.
 
-    :raises MeasurementError: the model gives something else without hooks than with hooks that change nothing.
+    :raises MeasurementError: if the two outputs differ.
     """
     if not is_first_process() or any(map(shadow.is_absent, model.parameters())):
         return
@@ -656,7 +724,7 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
         return all(a.shape == b.shape and float((a - b).norm()) <= tolerance * float(b.norm()) for a, b in pairs)
 
     without, hooked = output(hooked=False), output(hooked=True)
-    # A model that is not the same twice, as with a state that each forward moves, cannot be compared.
+    # If two forwards with hooks differ as well, the model has a state that each forward changes. It is not compared.
     if not same(without, hooked) and same(hooked, output(hooked=True)):
         raise MeasurementError(
             f"{type(model).__name__} gives something else without hooks on its norms than with them: outside of its "
@@ -665,16 +733,20 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
 
 
 def _change_nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook."""
+    """Do nothing, as a forward hook."""
 
 
 def _plain(output: Any) -> Any:
-    """Return a model's output as containers that PyTorch knows; a dataclass of transformers is a mapping."""
+    """Convert an output class of transformers, which is a mapping, to a dict, which PyTorch can traverse."""
     return dict(output) if isinstance(output, Mapping) else output
 
 
 def report(model: nn.Module, located: Located, measured: Sequence[str], initialization: str = "") -> None:
-    """Write the start-up line in the first process. :param initialization: its part on the initialization."""
+    """Write the start-up line in the first process.
+
+    :param measured: what was measured, from :func:`attach`.
+    :param initialization: what the line says about the initialization.
+    """
     if not is_first_process():
         return
     norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
