@@ -1,7 +1,7 @@
 """LayerNorm Scaling for Megatron-LM and Megatron Core.
 
-``register()`` adds ``--layernorm-scaling`` and related flags to an unmodified ``pretrain_gpt.py``;
-``apply()`` is for scripts that build a model. Importing this module does not import Megatron.
+``register()`` adds ``--layernorm-scaling`` and related flags to an unmodified ``pretrain_gpt.py``. ``apply()`` is for
+scripts that build a model themselves. Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["apply", "plain_initialization", "register"]
 
 
 def register() -> None:
-    """Arrange that each Megatron module is extended right after it is executed. Idempotent.
+    """Arrange that functions of Megatron are wrapped as soon as their module is imported. A second call does nothing.
 
-    Nothing changes until ``--layernorm-scaling`` or ``--no-scaled-init`` is given.
+    The wrapped functions do the same as before until ``--layernorm-scaling`` or ``--no-scaled-init`` is passed.
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
@@ -94,20 +94,21 @@ def apply(
 ) -> int:
     """Switch LayerNorm Scaling on for a config, or for a built model.
 
-    Prefer the config, before the model is built: ``GPTModel`` and the other language models then scale and measure
-    their norms at the end of their constructors, under any pipeline split, with plain initialization of the output
-    projections. A built model gets the factors only; its weights do not change.
+    If you can, pass the config before the model is built. ``GPTModel`` and the other language models then scale and
+    measure their norms at the end of their constructors. This works under any pipeline split, and the output
+    projections are initialized plainly. A built model only gets the factors, and its weights do not change.
 
-    :param target: a ``TransformerConfig``, an object with one in ``.transformer`` (``GPTModelConfig``), a provider of
-        Megatron Bridge; or a built model, a part of one, or a list of its pipeline chunks, before DDP or FSDP wrap it.
+    :param target: a ``TransformerConfig``, an object that has one in ``.transformer`` (``GPTModelConfig``), or a
+        provider of Megatron Bridge. Alternatively a built model, a part of one, or a list of its pipeline chunks,
+        before DDP or FSDP wrap it.
     :param exponent: exponent of ``l ** -exponent``, dimensionless, 0.5 in the paper (arXiv 2502.05795, section 4).
-    :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections; for configs only.
-    :param trained: as in :func:`olmo_lns.apply`; for built models only.
-    :returns: the number of scaled norms: 0 for a config, 2 per block otherwise.
-    :raises LNSConfigError: another scheme is on, or the config or a layer is not supported.
-    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
-    :raises MeasurementError: a scaled norm does not give the factor times its output before.
-    :raises UpstreamChangedError: this Megatron lacks a function that is needed.
+    :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections. It is for configs only.
+    :param trained: as in :func:`olmo_lns.apply`. It is for built models only.
+    :returns: the number of scaled norms, which is 0 for a config and 2 per block for a model.
+    :raises LNSConfigError: if another scheme is on, or the config or a layer is not supported.
+    :raises CheckpointMismatchError: if the weights were trained without a factor and ``trained`` is None.
+    :raises MeasurementError: if the output of a scaled norm is not the factor times the output before.
+    :raises UpstreamChangedError: if this version of Megatron lacks a function that is needed.
 
     Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
     """
@@ -121,8 +122,8 @@ def plain_initialization(config: Any) -> None:
     """Initialize the residual output projections of a model like every other matrix, without std/sqrt(2L).
 
     :param config: a ``TransformerConfig`` or a provider, before its model is built.
-    :raises LNSConfigError: the config keeps scaled initialization.
-    :raises UpstreamChangedError: this Megatron lacks a function that is needed.
+    :raises LNSConfigError: if the config keeps scaled initialization.
+    :raises UpstreamChangedError: if this version of Megatron lacks a function that is needed.
 
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """

@@ -1,6 +1,7 @@
-"""Megatron's checkpoints: compare the scheme in the saved arguments with the running one, or take it from them.
+"""Compare the scheme in the arguments that a Megatron checkpoint has saved with the scheme of the run.
 
-Only what Megatron itself has read is compared: no file is opened here.
+With ``--use-checkpoint-args``, the run takes its scheme from these arguments instead. This module opens no file. It
+wraps the functions with which Megatron reads its checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ Function = Callable[..., Any]
 
 
 def wrap_load_args(original: Function) -> Function:
-    """Wrap ``load_args_from_checkpoint``: take the selection from the checkpoint if none was given."""
+    """Wrap ``load_args_from_checkpoint``: use the checkpoint's selection if the command line has no flag for one."""
 
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
-        # Not a tuple: no checkpoint, or one without arguments. If a mismatch is allowed, the command line wins.
+        # The result is no tuple if there is no checkpoint, or if it has no arguments. If a mismatch is allowed, the
+        # command line decides.
         saved = Selection.of_saved(result[1]) if isinstance(result, tuple) else Selection()
         has_flags = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
         if not has_flags and Selection.of(args) == Selection() != saved and not is_set(ALLOW_MISMATCH):
@@ -37,14 +39,17 @@ def wrap_load_args(original: Function) -> Function:
 
 
 def wrap_load_base(original: Function) -> Function:
-    """Wrap ``_load_base_checkpoint``: compare the schemes, also with ``--finetune``, which Megatron does not."""
+    """Wrap ``_load_base_checkpoint``: compare the schemes.
+
+    This happens also with ``--finetune``, under which Megatron itself does not compare arguments.
+    """
     signature = inspect.signature(original)
 
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
         state, running, folder = result[0], call.get("args") or launched_arguments(), call.get("load_dir")
-        if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
+        if call.get("rank0") or not state:  # with rank0, Megatron reads no weights yet
             return result
         is_teacher = folder is not None and folder == getattr(running, TEACHER_LOAD_ARGUMENT, None)
         compare(state.get("args"), Selection() if is_teacher else Selection.of(running), result[1] or folder)
@@ -53,17 +58,17 @@ def wrap_load_base(original: Function) -> Function:
     return _load_base_checkpoint
 
 
-#: Arguments in the checkpoints that ``dist_checkpointing.load`` has read during a call of ModelOpt's loader, else None.
+#: The arguments that ``dist_checkpointing.load`` has read from checkpoints while ModelOpt's loader runs, else None.
 _arguments_read: ContextVar[list[Any] | None] = ContextVar("_arguments_read", default=None)
 
 
 def wrap_load_sharded(original: Function) -> Function:
-    """Wrap ``dist_checkpointing.load``: keep the arguments that it reads, for :func:`wrap_load_modelopt`."""
+    """Wrap ``dist_checkpointing.load``: store the arguments that it reads for :func:`wrap_load_modelopt`."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if (arguments_read := _arguments_read.get()) is not None:
-            state = result[0] if isinstance(result, tuple) else result  # a tuple: with missing and unexpected keys
+            state = result[0] if isinstance(result, tuple) else result  # a tuple also has missing and unexpected keys
             arguments_read.append(state.get("args"))
         return result
 
@@ -71,9 +76,9 @@ def wrap_load_sharded(original: Function) -> Function:
 
 
 def wrap_load_modelopt(original: Function) -> Function:
-    """Wrap ``load_modelopt_checkpoint``: compare the schemes of a sharded checkpoint, which it reads by itself.
+    """Wrap ``load_modelopt_checkpoint``: compare the schemes if it calls ``dist_checkpointing.load`` directly.
 
-    A checkpoint that it reads by Megatron's loader is compared in :func:`wrap_load_base`.
+    It does so for sharded checkpoints. Others it reads with Megatron's loader, so :func:`wrap_load_base` compares them.
     """
     signature = inspect.signature(original)
 
@@ -96,10 +101,12 @@ def wrap_load_modelopt(original: Function) -> Function:
 
 
 def compare(saved: Any, running: Selection, source: object) -> None:
-    """Compare the saved arguments with the running selection.
+    """Check that a checkpoint has the scheme of the run.
 
-    :param saved: arguments in the checkpoint, None if it has none.
-    :raises CheckpointMismatchError: the schemes differ.
+    :param saved: the arguments in the checkpoint, or None if it has none.
+    :param running: the selection of the run.
+    :param source: path of the checkpoint, for the message.
+    :raises CheckpointMismatchError: if the schemes differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
     """
     selection = Selection.of_saved(saved)
     flags = selection.flags if selection.layernorm_scaling else f"without {LNS_FLAG}"

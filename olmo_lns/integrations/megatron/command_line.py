@@ -1,4 +1,4 @@
-"""From Megatron's command line to its config: the parser's options, and the mark on the ``TransformerConfig``."""
+"""Add options to Megatron's parser, and mark the ``TransformerConfig`` that Megatron makes from the arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from olmo_lns.integrations.megatron.flags import Selection, add_flags
 from olmo_lns.integrations.megatron.printing import print_once
 
 Function = Callable[..., Any]
-#: Modules that hold the functions without which a scheme cannot run: in every program, and in Megatron's own launches.
+#: Modules of Megatron whose functions must be wrapped, or a scheme cannot run. The first tuple is needed in every
+#: program, the second one in launches of Megatron's own training scripts.
 CORE_MODULES = ("megatron.core.models.gpt.gpt_model",)
 TRAINING_MODULES = (
     *CORE_MODULES,
@@ -46,7 +47,7 @@ def wrap_config_from_args(original: Function) -> Function:
 
 
 def _is_teacher(args: Any) -> bool:
-    """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's arguments."""
+    """Return true for the arguments of ModelOpt's teacher, which are a changed copy of those of the launch."""
     launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return launched is not None and launched is not args and bool(getattr(args, TEACHER_LOAD_ARGUMENT, None))
 

@@ -1,7 +1,7 @@
-"""Megatron's ``TransformerConfig``: store a selection in it, and refuse settings that a scheme does not support.
+"""Mark Megatron's ``TransformerConfig`` with a selection, and refuse settings that a scheme does not support.
 
-A marked config has the fields of a ``Selection`` as attributes. A language model that is built from it gets the scheme
-in :mod:`olmo_lns.integrations.megatron.model`.
+A marked config has the fields of a ``Selection`` as attributes. :mod:`olmo_lns.integrations.megatron.model` applies the
+scheme to every language model that is built from a marked config.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _REFUSED = {
 
 
 def is_config(value: object) -> bool:
-    """Return true for a ``TransformerConfig``, or one of its subclasses, such as a provider of Megatron Bridge."""
+    """Return true for a ``TransformerConfig``. Providers of Megatron Bridge are subclasses of it."""
     from megatron.core.transformer.transformer_config import TransformerConfig  # Megatron may be half imported above
 
     return isinstance(value, TransformerConfig)
 
 
 def check_config(config: Any) -> None:
-    """Check a config.
+    """Check that LayerNorm Scaling supports the settings of a config.
 
-    :raises LNSConfigError: if it has a setting that LayerNorm Scaling does not support.
+    :raises LNSConfigError: if it does not support one. The message names it and gives the reason.
     """
     settings.check()
     refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
@@ -51,9 +51,10 @@ def check_config(config: Any) -> None:
 
 
 def mark_config(target: Any, selection: Selection) -> None:
-    """Store a selection in a config, or in the one in ``target.transformer``.
+    """Store a selection in a config.
 
-    :raises LNSConfigError: no ``TransformerConfig``, one with another scheme, or one with an unsupported setting.
+    :param target: a ``TransformerConfig``, or an object that has one in its attribute ``transformer``.
+    :raises LNSConfigError: if ``target`` is neither, or if the config has another scheme or an unsupported setting.
     """
     config = getattr(target, "transformer", target)
     if not is_config(config):

@@ -1,13 +1,13 @@
-"""The environment variables of CUDA that Megatron asserts, before CUDA starts."""
+"""Determine the environment variables of CUDA on which Megatron insists. They must be set before CUDA starts."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Sequence
 
-#: With a value above 1 of such a flag, Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs up to Hopper.
+#: If one of these flags has a value above 1, Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
-#: Flags for which Megatron asserts more than one connection, or leaves the choice to the user.
+#: With one of these flags, Megatron asserts more than one connection, or leaves the choice to the user.
 _MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
 
 

@@ -1,6 +1,7 @@
-"""The selected scheme and initialization on their way: command line -> args -> TransformerConfig -> checkpoint.
+"""Define the command-line options, and the selection of a scheme and an initialization that they make.
 
-The attribute names are the same on ``args``, on the config and in a saved checkpoint.
+A selection passes from the command line to Megatron's ``args``, from there to the ``TransformerConfig``, and with
+``args`` into the checkpoint. The names of its attributes are the same in all these places.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Selection:
     def of_saved(cls, arguments: Any) -> Selection:
         """Read the selection from the arguments of a checkpoint.
 
-        :raises LNSConfigError: another scheme, which a development version saved.
+        :raises LNSConfigError: if a development version saved them with another scheme.
         """
         if other := getattr(arguments, "norm_scheme", ""):
             raise LNSConfigError(
@@ -49,30 +50,30 @@ class Selection:
         return cls.of(arguments)
 
     def store(self, holder: Any) -> None:
-        """Store the fields as attributes."""
+        """Store the fields as attributes of ``holder``, which is Megatron's ``args`` or a config."""
         for name, value in vars(self).items():
             setattr(holder, name, value)
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of the norms."""
+        """The selected scheme, which is Pre-LN without ``--layernorm-scaling``."""
         active = self.layernorm_scaling
         return Scheme.of(LNS.name, exponent=self.layernorm_scaling_exponent) if active else PRE_LN
 
     @property
     def flags(self) -> str:
-        """The command-line options for this selection."""
+        """The command-line options that make this selection."""
         values = zip(FLAGS, vars(self).values(), vars(Selection()).values(), strict=True)
         changed = [(flag, value) for flag, value, default in values if value != default]
         return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in changed)
 
     @property
     def scaled_init_off(self) -> bool:
-        """True for plain initialization of the residual output projections."""
+        """True if the residual output projections are initialized plainly, without std/sqrt(2L)."""
         return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
     def validated(self) -> Selection:
-        """Return the selection.
+        """Return the selection itself after a check.
 
         :raises LNSConfigError: if its fields contradict each other.
         """
@@ -88,7 +89,7 @@ class Selection:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add a group with this package's options to Megatron's."""
+    """Add the options of this package to Megatron's parser, as a group."""
     add = parser.add_argument_group("LayerNorm Scaling", "olmo-lns: y = l**-exponent * Norm(x) in block l").add_argument
     add(
         LNS_FLAG,

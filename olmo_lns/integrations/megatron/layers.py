@@ -8,8 +8,8 @@
 | MLA, fused down projection | inside ``self_attention.linear_qkv_down_proj``| inside ``mlp.linear_fc1`` |
 | local                      | ``input_layernorm``                           | ``pre_mlp_layernorm``     |
 
-Not sites: norms of q and k (also those fused into MLA's ``linear_q_up_proj`` and ``linear_kv_up_proj``), the final
-norm, and the norms around an MTP module.
+Other norms are not scaled. These are the norms of q and k (also those inside of MLA's ``linear_q_up_proj`` and
+``linear_kv_up_proj``), the final norm, and the norms around an MTP module.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.schemes import SUB_LAYERS
 
-#: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.
+#: Sub-layer -> the attribute of a standalone norm in front of it, the module of the sub-layer, and the linear layers in
+#: that module which may contain the norm instead.
 _NORM_PATHS = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-#: Modules of a layer that Pre-LN lacks: a third sub-layer, and norms other than the two in front of a sub-layer.
+#: Modules of a layer that a Pre-LN block does not have: cross attention, and norms other than the two in front of
+#: attention and MLP.
 _UNSUPPORTED_MODULES = re.compile(
     r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
 )
-#: Residual output projections, by the ends of their weights' names.
+#: The names of the residual output projections end in this way.
 _OUTPUT_WEIGHTS = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
 
 
 def layers_of(module: nn.Module) -> list[Any]:
-    """Return the ``TransformerLayer``s in ``module``, itself included."""
+    """Return all ``TransformerLayer``s in ``module``, including ``module`` itself."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     return [child for child in module.modules() if isinstance(child, TransformerLayer)]
 
 
 def models_in(module: nn.Module) -> list[Any]:
-    """Return the language models in ``module`` without other towers; ``module`` itself if there is none.
+    """Return the language models in ``module``, without other towers. If there are none, return ``module`` itself.
 
-    :raises LNSConfigError: ``module`` is wrapped or compiled.
+    :raises LNSConfigError: if ``module`` is wrapped or compiled.
     """
     any_model.refuse_wrappers(module)
     names = set(LANGUAGE_MODELS.values())
@@ -65,12 +67,14 @@ def models_in(module: nn.Module) -> list[Any]:
 def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool | None = None) -> int:
     """Scale and measure the norms of every block of ``model``, and print the start-up line.
 
-    :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``selection``.
-    :param trained: as in :func:`olmo_lns.apply`, for weights that were not.
+    :param model: a language model, or a part of one.
+    :param selection: the scheme and the initialization that were selected.
+    :param drawn: true if the constructor of the model has just drawn its weights under ``selection``.
+    :param trained: as in :func:`olmo_lns.apply`. It is used if ``drawn`` is false.
     :returns: the number of scaled norms.
-    :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is left unchanged.
-    :raises CheckpointMismatchError: the weights were trained without a factor.
-    :raises MeasurementError: a wrong norm or initialization; the model is left unchanged.
+    :raises LNSConfigError: if LayerNorm Scaling does not support a layer or a setting. The model is left unchanged.
+    :raises CheckpointMismatchError: if the weights were trained without a factor.
+    :raises MeasurementError: if a norm or the initialization is measured to be wrong. The model is left unchanged.
     """
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
@@ -114,9 +118,12 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
 
 
 def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
-    """Return each layer with its number; L + k in MTP module k, whose layer_number depends on the version.
+    """Return each layer with its number.
 
-    :raises LNSConfigError: Mamba or custom layers in a stack, or an MTP module with more than one layer.
+    In a model of L layers, the layer of MTP module k has the number L + k. Its attribute ``layer_number`` cannot be
+    used, as its meaning differs between versions of Megatron.
+
+    :raises LNSConfigError: if a stack has Mamba or custom layers, or an MTP module has more than one layer.
     """
     numbers = {layer: int(layer.layer_number) for layer in layers}
     for stack in model.modules():
@@ -141,7 +148,12 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
 
 
 def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
-    """Return the norms of a layer (two, or one in a hybrid model), each with its block number and sub-layer."""
+    """Return the norms of a layer, each with its block number and sub-layer.
+
+    There are two, or one in a hybrid model, whose layers are half a block each.
+
+    :raises LNSConfigError: if the layer has other norms, cross attention, or neither attention nor MLP.
+    """
     modules = [name for name, module in layer.named_modules() if not _is_absent(module)]
     other_norms = list(filter(_UNSUPPORTED_MODULES.search, modules))
     if other_norms:
@@ -160,7 +172,10 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
 
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
-    """Return the norm in front of a sub-layer."""
+    """Return the norm in front of a sub-layer.
+
+    :raises LNSConfigError: if there is not exactly one, or the sub-layer does not call it.
+    """
     norm, sub_layer_name, fused = _NORM_PATHS[sub_layer]
     sub_layer_module = getattr(layer, sub_layer_name)
     for module in (sub_layer_module, *(getattr(sub_layer_module, name, None) for name in fused)):
@@ -181,9 +196,11 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
 
 
 def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, str]]) -> int:
-    """Return the number of blocks of the whole model.
+    """Check the numbers of the blocks, and return the number of blocks of the whole model.
 
-    :raises MeasurementError: the norms do not alternate between attention and MLP, numbered globally from 1 on.
+    :param located: the norms of this pipeline stage, each with its block number and sub-layer.
+    :raises MeasurementError: if the norms do not alternate between attention and MLP, or the blocks are not numbered
+        consecutively from 1 over the whole model.
     """
     is_hybrid = len(located) < 2 * len(layers_of(model))  # each layer is half a block
     last_index = int(config.num_layers) * (1 if is_hybrid else 2)
@@ -192,7 +209,7 @@ def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, 
     is_wrong = not in_turn or (bool(indices) and last_index % 2 == 1)
     is_wrong |= is_hybrid and indices != [int(layer.layer_number) for layer in layers_of(model)]
     if indices and hasattr(model, "pre_process"):
-        # With these layouts the first stage may hold only the embedding, and block 1 is in the second stage.
+        # With these layouts the first stage may have only the embedding. Block 1 is in the second stage then.
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
         empty_first = any(getattr(config, name, None) for name in layouts)
         is_wrong |= indices[0] != 1 if model.pre_process else indices[0] == 1 and not empty_first
@@ -220,9 +237,10 @@ def _refuse(layer: Any, problem: str) -> LNSConfigError:
 
 
 def check_initialization(model: Any, config: Any) -> list[str]:
-    """Check the initialization of the residual output projections; return the kind of check for the start-up line.
+    """Check the initialization of the residual output projections.
 
-    :raises MeasurementError: the found and the expected standard deviation.
+    :returns: what was checked, for the start-up line. It is empty if Megatron did not initialize the weights.
+    :raises MeasurementError: if a standard deviation is not the expected one. The message gives both.
     """
     init = config.output_layer_init_method
     if not getattr(config, "perform_initialization", True) or not layers_of(model):
@@ -239,7 +257,7 @@ def check_initialization(model: Any, config: Any) -> list[str]:
 
 
 def _std(init: Callable[[torch.Tensor], object]) -> float:
-    """Return the standard deviation of ``init``; 0 if it depends on the matrix's shape (Xavier)."""
+    """Return the standard deviation of ``init``, or 0 if it depends on the shape of the matrix, as with Xavier."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         small, large = (torch.zeros(64, width, device="cpu") for width in (64, 256))
         init(small), init(large)

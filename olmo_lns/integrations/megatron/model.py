@@ -1,8 +1,8 @@
-"""Megatron's language models: scale their norms at the end of their constructors, and check the finished model.
+"""Scale the norms of Megatron's language models when they are built, and check the finished model.
 
-:func:`~olmo_lns.integrations.megatron.apply` or the flags mark a config. A language model that is built from a marked
-config gets the scheme at the end of its constructor: before mixed precision, DDP or FSDP wrap the model, and before
-weights are loaded.
+The flags, or :func:`~olmo_lns.integrations.megatron.apply`, mark a config. If a language model is built from a marked
+config, its wrapped constructor scales the norms at its end. At that time, the model is not yet wrapped for mixed
+precision, DDP or FSDP, and no weights are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 def wrap_model_init(original: Function) -> Function:
-    """Wrap a constructor: choose the initialization before the model is built; attach and measure afterwards."""
+    """Wrap a constructor: choose the initialization before the model is built, and scale its norms afterwards."""
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ def wrap_model_init(original: Function) -> Function:
             config.output_layer_init_method = config.init_method
         original(self, *args, **kwargs)
         if selection.layernorm_scaling:
-            if not any(sites.in_model(self)):  # unless the base class's constructor has attached
+            if not any(sites.in_model(self)):  # otherwise the base class's constructor did it
                 layers.scale_model(self, selection, drawn=True)
         else:
             checked = ", ".join(layers.check_initialization(self, config))
@@ -56,7 +56,7 @@ def wrap_model_init(original: Function) -> Function:
 
 
 def _marked_config(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """Return the marked ``TransformerConfig`` among a constructor's arguments; None if there is none."""
+    """Return the marked ``TransformerConfig`` among the arguments of a constructor, or None if there is none."""
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError:  # the constructor raises its own error
@@ -69,9 +69,10 @@ def _marked_config(signature: inspect.Signature, *args: Any, **kwargs: Any) -> A
 
 
 def wrap_model_built(original: Function) -> Function:
-    """Wrap ``get_model`` and ``setup_model_and_optimizer``: check that the flags had an effect on all pipeline stages.
+    """Wrap ``get_model`` or ``setup_model_and_optimizer``: check that the flags had an effect on all pipeline stages.
 
-    A scheme that :func:`~olmo_lns.integrations.megatron.apply` selected is stored in the arguments.
+    If :func:`~olmo_lns.integrations.megatron.apply` selected the scheme, it is stored in Megatron's arguments, so that
+    the checkpoints record it.
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,8 @@ def wrap_model_built(original: Function) -> Function:
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
         requested = Selection.of(launched_arguments())
-        # From the configs, since a pipeline stage without a layer has no site and its arguments are compared too.
+        # The selection is read from the configs. A pipeline stage without a layer has no site, but its arguments are
+        # compared on load as well.
         configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
         marked = {Selection.of(config) for config in filter(is_config, configs)} - {Selection()}
         applied = next((selection for selection in marked if selection.layernorm_scaling), None)
@@ -103,7 +105,11 @@ def wrap_model_built(original: Function) -> Function:
 
 
 def _check_stages(chunks: list[Any], selection: Selection) -> None:
-    """Check all stages. :raises MeasurementError, LNSConfigError: a wrong scheme, missing blocks; on every rank."""
+    """Check the scheme and the blocks of all pipeline stages. The errors are raised on every rank.
+
+    :raises MeasurementError: if a stage was built with another scheme.
+    :raises LNSConfigError: if scaled norms are missing in some blocks.
+    """
     problem, sites_here = "", []
     try:
         for chunk in chunks:
@@ -135,7 +141,11 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
 
 
 def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> int:
-    """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
+    """Mark a config, or scale the norms of a built model or of its chunks.
+
+    :returns: the number of scaled norms, which is 0 for a config.
+    :raises LNSConfigError: if a model has another scheme already.
+    """
     if isinstance(target, (list, tuple)):
         return sum(apply_to(each, selection, trained) for each in target)
     hook.require_wrapped("megatron", CORE_MODULES)

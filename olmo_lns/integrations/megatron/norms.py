@@ -1,11 +1,15 @@
 """Scale and measure one norm of a Megatron layer, of any class.
 
-- :class:`ScaledGainLinear`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and
-  ``s*bias``. Right for a forward that reads each once and whose backward uses the saved tensors, as TE's
-  LayerNormLinear. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
-- :class:`olmo_lns.scaled.ScaledGainNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
+A norm of Megatron can be scaled in three ways:
 
-:func:`olmo_lns.scaled.scale` multiplies the module's output instead if such a norm measures a wrong output.
+* TE's LayerNormLinear contains a norm and a linear layer in one kernel. :class:`ScaledGainLinear` replaces its gain and
+  bias by ``s * gain`` and ``s * bias`` while its forward runs. This is correct because this forward reads each of them
+  once, and its backward uses the tensors that the forward has saved.
+* Standalone norms of torch and TE become a :class:`olmo_lns.scaled.ScaledGainNorm`, which runs :mod:`olmo_lns.norm` on
+  their parameters. The first way would be wrong for them. TE's standalone norms read ``self.weight`` again in backward,
+  so the gradients of the input and the gain would be wrong by the factor s.
+* All other norms, and those for which the first two ways measure a wrong output, have their output multiplied.
+  :func:`olmo_lns.scaled.scale` makes this choice.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma")
 
 
 class ScaledGainLinear(Scaled):
-    """The stock forward over scaled parameters."""
+    """A linear layer with a norm in front, whose stock forward runs with a scaled gain and bias of the norm."""
 
     lns_calls_forward = True
     lns_how_applied = "in the fused kernel's gain"
@@ -44,7 +48,7 @@ class ScaledGainLinear(Scaled):
         )
         if bias is not None:
             attributes["layer_norm_bias"] = scaled_parameter(bias, self.lns_factor, dtype=bias.dtype)
-        if centered:  # 1 + gain was multiplied as a whole, since s(1+gain)-1 would cancel digits
+        if centered:  # scaled_parameter returns s * (1 + gain), as s * (1 + gain) - 1 would lose digits
             attributes["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -55,7 +59,7 @@ class ScaledGainLinear(Scaled):
 
 
 def arithmetic_of(norm: nn.Module) -> NormArithmetic | None:
-    """Return the arithmetic of a standalone norm of torch or TE, or None."""
+    """Return the arithmetic of a standalone norm of torch or TE, or None for any other module."""
     norm_class: Any = type(norm)
     if norm_class is nn.LayerNorm:
         return NormArithmetic(subtracts_mean=True)
@@ -79,10 +83,12 @@ def is_fused(module: object) -> bool:
 
 
 def scale(module: nn.Module, factor: float, *, where: object, width: int) -> None:
-    """Multiply the norm's output in ``module`` by ``factor``, and measure it.
+    """Multiply the output of the norm in ``module`` by ``factor``, and measure it.
 
-    :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)). :param width: the hidden size.
-    :raises MeasurementError: the found and the expected multiple; the module is left unchanged.
+    :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)).
+    :param where: place of the module in the model, for error messages.
+    :param width: the hidden size.
+    :raises MeasurementError: if the output is not ``factor`` times the one before. The module is left unchanged.
 
     Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
@@ -98,12 +104,17 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 
 
 def respond(module: nn.Module, width: int) -> Response:
-    """Run a norm, or a norm fused with a linear layer, on random rows with random parameters, outside FP8 and alone.
+    """Run a norm, or a norm with a linear layer in one kernel, on random rows with random parameters.
 
-    TE's norms read their weights again in backward, so the random weights stay until the gradient exists. A fused
-    linear layer runs without gradient and without the collective of sequence parallelism. Its linear bias is zero;
-    under ScaledOutput it is one, to expose a factor that wrongly includes the bias. Parameters, FP8 state and the count
-    of micro-batches are left unchanged.
+    FP8 and the collectives of sequence parallelism are switched off during this run. The parameters of the module, its
+    FP8 state and its count of micro-batches are unchanged afterwards. TE's norms read their weights again in backward,
+    so the random weights are in place until the gradient is computed.
+
+    A linear layer with its norm is run without gradients. The bias of the linear layer is set to zero. Under
+    :class:`~olmo_lns.scaled.ScaledOutput` it is set to one, because a factor that wrongly includes the bias is then
+    detected.
+
+    :param width: the hidden size.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator, fused = torch.Generator("cpu").manual_seed(4), is_fused(module)
@@ -130,7 +141,7 @@ def respond(module: nn.Module, width: int) -> Response:
 
 @contextlib.contextmanager
 def _changed(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Replace the module's parameters temporarily; switch sequence parallelism and the FP8 recipe off."""
+    """Replace the module's parameters, and switch sequence parallelism and FP8 off, while the context runs."""
     te = sys.modules.get("transformer_engine.pytorch")
     recipe = getattr(te, "autocast", None) or getattr(te, "fp8_autocast", None)
     attributes, parameters = dict(vars(module)), dict(module._parameters)

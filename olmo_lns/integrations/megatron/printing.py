@@ -1,4 +1,4 @@
-"""Lines for Megatron's console."""
+"""Print lines to Megatron's console."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ _printed: set[str] = set()
 
 
 def print_once(line: str, *, about: str = "") -> None:
-    """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default).
+    """Print a line in the first process, but not if it has been printed before.
 
-    :param about: what the line is about; a later line about the same is not printed. The default is the line itself.
+    It is printed as by Megatron's ``print_rank_0``, because Megatron's loggers are silent by default.
+
+    :param about: subject of the line. A later line with the same subject is not printed. The default is the line.
     """
     if is_first_process() and (about or line) not in _printed:
         _printed.add(about or line)
