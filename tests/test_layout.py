@@ -1,4 +1,4 @@
-"""The house holds: imports run only downwards."""
+"""The modules of the package import only from modules below them, and there are no circles."""
 
 import ast
 import re

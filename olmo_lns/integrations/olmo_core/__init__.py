@@ -1,7 +1,8 @@
-"""The schemes in OLMo-core; the public names are in :mod:`olmo_lns.olmo_core`.
+"""Schemes in OLMo-core. The public names are in :mod:`olmo_lns.olmo_core`.
 
-A block config that ``_CLASS_`` names builds OLMo-core's blocks and scales their norms. The wrappers only check: the
-complete model is counted, its fresh weights are measured, and a checkpoint's ``config.json`` is compared on load.
+Users select the block config of this package with ``_CLASS_``. It builds OLMo-core's own blocks and scales their norms.
+The functions that are wrapped here only check. They check that every block of the complete model has the scheme,
+measure its fresh weights, and compare the ``config.json`` of a checkpoint when it is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Arrange that models and checkpoints are checked once OLMo-core's modules are imported. Idempotent."""
+    """Arrange that functions of OLMo-core are wrapped as soon as it is imported. A second call does nothing."""
     on_import("olmo_core.nn.transformer.config", _wrap_config)
     on_import("olmo_core.nn.transformer.model", _wrap_model)
     on_import("olmo_core.train.checkpoint", _wrap_checkpointer)

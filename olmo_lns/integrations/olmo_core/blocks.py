@@ -1,6 +1,6 @@
-"""Attach a scheme to OLMo-core's blocks, and measure it, when a block is built.
+"""Attach a scheme to a block of OLMo-core when it is built, and measure the block.
 
-The forward of a block stays OLMo-core's: only the block's existing norms are multiplied.
+The forward of the block remains OLMo-core's. Only the outputs of its norms are multiplied.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from olmo_lns.sites import Site
 
 @dataclass(frozen=True)
 class NormLayout:
-    """The places of the norms in a type of block.
+    """Where a type of block has its norms.
 
-    :param norms: sub-layer -> the norms that a scheme's factor multiplies; the first has the site.
-    :param factor_name: name of the factor in a plan. :param suggested_scheme: a scheme that fits.
+    :param plan: the plan of a sub-layer of this block without a factor.
+    :param norms: sub-layer -> the names of the norms that are multiplied by the factor. The first one has the site.
+    :param factor_name: the field of a plan which the factor sets.
+    :param suggested_scheme: a scheme that fits this block, for error messages.
     """
 
     plan: Plan
@@ -35,13 +37,13 @@ class NormLayout:
     suggested_scheme: str
 
     def fits(self, plan: Plan) -> bool:
-        """Return true if ``plan`` is this layout with a factor on its norms."""
+        """Return true if ``plan`` differs from this layout only in the factor of its norms."""
         neutral: dict[str, Any] = {self.factor_name: 1.0}
         return replace(plan, **neutral) == self.plan
 
 
 _DENSE = {"attn": ("attention_norm",), "ff": ("feed_forward_norm",)}
-#: Experts and dense feed-forward are parallel, each after its own norm.
+#: In a hybrid block, the experts run in parallel to the dense feed-forward. Each of the two has a norm.
 _HYBRID = {"attn": ("attention_norm",), "ff": ("feed_forward_norm", "feed_forward_moe_norm")}
 
 
@@ -53,7 +55,7 @@ def _branch(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
     return NormLayout(Plan(pre=False, branch=True), norms, "branch_scale", "branchln_depth")
 
 
-#: ``TransformerBlockConfig.name`` -> the places of its norms.
+#: ``TransformerBlockConfig.name`` -> where the block has its norms.
 LAYOUTS = {
     "default": _pre(_DENSE),
     "moe": _pre(_DENSE),
@@ -65,9 +67,9 @@ LAYOUTS = {
 
 
 def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
-    """Return the places of the norms in the block type ``name``.
+    """Return where the block type ``name`` has its norms, after a check that the scheme fits.
 
-    :raises LNSConfigError: the block has its norms in other places than the scheme, or supports no scheme.
+    :raises LNSConfigError: if the scheme needs norms in other places, or the block type supports no scheme.
     """
     if (layout := LAYOUTS.get(str(name))) is None:
         raise LNSConfigError(f"block.name={name} does not support schemes. Expected one of {', '.join(LAYOUTS)}.")
@@ -83,7 +85,11 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
 def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
     """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core built from it, and measure the block.
 
-    :param block_idx: 0-based, global, as in OLMo-core.
+    :param block: the block, which is changed.
+    :param config: the ``BlockConfig``.
+    :param d_model: the hidden size.
+    :param block_idx: number of the block in the whole model, from 0 as in OLMo-core.
+    :param n_layers: number of blocks of the whole model.
     """
     scheme = config.resolved_scheme
     layout = require_supported(scheme, config.name, n_layers)
@@ -112,9 +118,11 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
 
 
 def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> str:
-    """Measure the sites of a narrow block with the config's structure; return why it could not run here, or ``""``.
+    """Probe a narrow block with the structure of the config.
 
-    Called for each block, since OLMo-core passes the number to the block, which may depend on it.
+    This is done for each block, since OLMo-core passes its number to the block, whose structure may depend on it.
+
+    :returns: why the block could not run on this machine, or ``""`` if it was probed.
     """
     values = config.stock().as_config_dict()
     mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
@@ -125,7 +133,12 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> str:
 
 @functools.cache
 def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) -> str:
-    """Measure a narrow block. :raises MeasurementError: the block reads its stream through other norms than its two."""
+    """Build and probe a narrow block.
+
+    :param text: the block config as JSON.
+    :returns: why the block could not run on this machine, or ``""`` if it was probed.
+    :raises MeasurementError: if the block reads its stream through other norms than its two.
+    """
     expected = _DENSE["attn"] + _DENSE["ff"]
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))

@@ -1,7 +1,7 @@
 """Compare an OLMo-core checkpoint's ``config.json`` with the built model before its weights are loaded.
 
-OLMo-core does not compare configs: a run that is resumed without its scheme's flags would continue as Pre-LN. A config
-is read as a plain dict; OLMo-core is not imported.
+OLMo-core does not compare configs. Without this check, a run that is resumed without the flags of its scheme would
+continue as Pre-LN. The config is read as a plain dict, and this module does not import OLMo-core.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from olmo_lns.integrations.olmo_core.model import scheme_of_model
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
-#: The block config's name in saved configs.
+#: Name of this package's block config in saved configs.
 CLASS = "olmo_lns.olmo_core.BlockConfig"
-#: The run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
+#: Name of the run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
 CONFIG_FILE = "config.json"
 #: Folder of the weights in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 
 
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Checkpointer.load``.
+    """Wrap ``Checkpointer.load``: compare the scheme in ``config.json`` with that of the model.
 
-    OLMo-core itself does not read ``config.json`` here. A file that cannot be read, or is no config of OLMo-core, is
-    therefore an error only for a run with a scheme.
+    OLMo-core itself does not read this file here. If it cannot be read, or is not a config of OLMo-core, an error is
+    therefore raised only if the run has a scheme.
     """
 
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
@@ -63,9 +63,10 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_config(folder: Any) -> Any:
-    """Return the config in a checkpoint folder, or beside its folder of weights, local or remote; None without one.
+    """Return the config of a checkpoint, or None if it has none.
 
-    :raises CheckpointMismatchError: the config cannot be read.
+    :param folder: folder of the checkpoint or of its weights, local or remote.
+    :raises CheckpointMismatchError: if the config cannot be read.
     """
     from olmo_core.io import file_exists, resource_path
 
@@ -80,7 +81,7 @@ def read_config(folder: Any) -> Any:
 
 
 def _has_blocks(config: Any) -> bool:
-    """Return true for a config with a model whose blocks can be read; the file may be another program's."""
+    """Return true if the blocks of a config can be read. If not, another program may have written the file."""
     try:
         return all(isinstance(block, dict) for block in blocks_of(config))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
@@ -94,9 +95,11 @@ def _setting(scheme: Scheme) -> str:
 
 
 def scheme_of_config(config: Any, *, source: object) -> Scheme:
-    """Return the scheme of a config, a plain dict: a run's with ``model`` in it, or a model's.
+    """Return the scheme in a config.
 
-    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not have.
+    :param config: a plain dict, either the config of a run, which has the key ``model``, or that of a model.
+    :param source: path of the config, for the message.
+    :raises CheckpointMismatchError: if the blocks name different schemes, or one that this version does not have.
     """
     named = set()
     for block in blocks_of(config):
@@ -115,23 +118,26 @@ def scheme_of_config(config: Any, *, source: object) -> Scheme:
 
 
 def scheme_of(text: Any, exponent: Any = None) -> Scheme:
-    """Return the scheme of a block config's fields. :param text: name or full spelling of the scheme.
+    """Return the scheme that the fields of a block config select.
 
-    :raises LNSConfigError: an unknown scheme or value, two different exponents, or stock Pre-LN.
+    :param text: name or full spelling of the scheme.
+    :param exponent: the separate field for the exponent, or None.
+    :raises LNSConfigError: if the scheme or a value is unknown, if there are two different exponents, or if the scheme
+        is Pre-LN.
     """
     scheme = parse(str(text))
     if scheme.is_pre_ln:
         raise LNSConfigError("scheme=preln is OLMo-core's own block. Remove _CLASS_ to get it.")
     if exponent is None:
         return scheme
-    # Also for an exponent that spells the default, which a written scheme omits.
+    # This also compares an exponent that equals the default, which the spelling of a scheme omits.
     if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
         raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other. Set one of them.")
     return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
 
 
 def blocks_of(config: Any) -> list[dict[str, Any]]:
-    """Return the config of every block, as OLMo-core resolves it; an empty list for a config without a model."""
+    """Return the config of every block, as OLMo-core resolves it. A config without a model has no blocks."""
     model = config.get("model", config) if isinstance(config, dict) else None
     model = model if isinstance(model, dict) else {}
     block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))

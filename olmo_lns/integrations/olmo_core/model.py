@@ -1,6 +1,7 @@
-"""Count the blocks of a complete OLMo-core model and measure its fresh weights; OLMo-core is not imported.
+"""Check that every block of a complete OLMo-core model has its scheme, and measure the fresh weights.
 
-Initialization with a depth factor, which a scheme replaces (arXiv 2502.05795, footnote 1 and section 6), is refused.
+A scheme takes the place of an initialization with a depth factor (arXiv 2502.05795, footnote 1 and section 6), so such
+an initialization is refused. This module does not import OLMo-core.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
 def report(model: Any, n_layers: int) -> None:
     """Check a complete model under a scheme, and write the start-up line.
 
-    :raises LNSConfigError: a block without the scheme, or with another.
-    :raises MeasurementError: a norm with another factor than its block's.
+    :raises LNSConfigError: if a block has no scheme or another one.
+    :raises MeasurementError: if a norm has another factor than its block.
     """
     schemes = {site.layer_number: site.scheme for _, _, site in sites.in_model(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
@@ -76,9 +77,11 @@ _PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_
 
 
 def check_drawn(block: Any, number: int, init_method: str) -> None:
-    """Compare the draws of a block's first and last projections, under ``fan_in`` relative to their shapes.
+    """Check that the first and the last projection of each branch were drawn with the same standard deviation.
 
-    :raises LNSConfigError: their standard deviations differ.
+    Under ``init_method=fan_in``, the standard deviations are compared relative to the fan-in of each matrix.
+
+    :raises LNSConfigError: if they differ, as with a depth factor.
     """
     for first, last in _PROJECTIONS:
         try:
@@ -100,10 +103,10 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
 
 
 def scheme_of_model(model: Any) -> Scheme:
-    """Return the scheme of a built model, or of one stage of it, with or without drawn weights.
+    """Return the scheme of a built model or of a pipeline stage, whose weights need not be drawn yet.
 
-    :raises MeasurementError: a missing site, a block in the wrong place, or different factors on the norms of one
-        sub-layer.
+    :raises MeasurementError: if a site is missing, a block is in the wrong place, or the norms of one sub-layer have
+        different factors.
     """
     scheme = sites.read_back(model)
     for number, block in () if scheme.is_pre_ln else built_blocks(model).items():
@@ -118,6 +121,6 @@ def scheme_of_model(model: Any) -> Scheme:
 
 
 def built_blocks(model: Any) -> dict[int, Any]:
-    """Return the blocks in a model or a stage of it, by their numbers from 1."""
+    """Return the blocks in a model or a pipeline stage: number from 1 -> block."""
     names = ((name.split("."), each) for name, each in model.named_modules())
     return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}

@@ -1,4 +1,7 @@
-"""OLMo-core's ``rms`` and ``default`` norms have known arithmetic; the outputs of others are multiplied."""
+"""The arithmetic of OLMo-core's norms.
+
+It is known for the types ``rms`` and ``default``. Of all other norms, the output is multiplied.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from olmo_lns.norm import DtypeRule, NormArithmetic
 
-#: Statistics in fp32, the result in the dtype of x, autocast off. A DTensor is the input under tensor parallelism.
+#: OLMo-core computes the statistics in fp32 without autocast, and returns the dtype of x. Under tensor parallelism, x
+#: is a DTensor. The output is multiplied then.
 _RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
 _LAYER_NORM = NormArithmetic(subtracts_mean=True, dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
 
 
 def arithmetic_of(norm: Any) -> NormArithmetic | None:
-    """Return the arithmetic of a norm of OLMo-core of known class, or None."""
+    """Return the arithmetic of a norm, or None if it is unknown."""
     return {stock.LayerNorm: _LAYER_NORM, stock.RMSNorm: _RMS_NORM}.get(type(norm))

@@ -1,8 +1,8 @@
-"""The schemes in torchtitan; the public names are in :mod:`olmo_lns.torchtitan`.
+"""Schemes in torchtitan. The public names are in :mod:`olmo_lns.torchtitan`.
 
-An override of torchtitan's config tree marks norms. The end of ``Decoder.__init__`` scales the marked norms, measures
-them and writes the start-up line. The other wrappers check: that an override had an effect, that weights are drawn as
-requested, and that a checkpoint has the scheme of the run.
+An override of torchtitan's config tree marks norms. When ``Decoder.__init__`` has built the model, its wrapper scales
+the marked norms, measures them and writes the start-up line. The other wrapped functions check that an override had an
+effect, that weights are drawn as requested, and that a checkpoint has the scheme of the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Arrange that models and checkpoints follow a scheme once torchtitan's modules are imported. Idempotent."""
+    """Arrange that functions of torchtitan are wrapped as soon as it is imported. A second call does nothing."""
     on_import("torchtitan.models.common.decoder", _wrap_decoder)
     on_import("torchtitan.trainer", _wrap_trainer)
     on_import("torchtitan.components.checkpointer.dcp", _wrap_checkpoints)

@@ -1,4 +1,7 @@
-"""Run one block of torchtitan on its norms and stand-ins for its branches, to find the norms that it reads through."""
+"""Check through which norms a block of torchtitan reads its stream.
+
+The forward of the block runs with its own norms, and with small substitutes for attention and feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torch import nn
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 
-#: Sub-layer -> the norm before it, in each of torchtitan's blocks.
+#: Sub-layer -> the name of the norm in front of it, which is the same in all blocks of torchtitan.
 NORMS = {"attn": "attention_norm", "ff": "ffn_norm"}
 
 
 class _Branch(nn.Module):
-    """A linear map of the first argument, in the place of attention or feed-forward."""
+    """A small linear map that replaces attention or feed-forward."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -29,10 +32,13 @@ class _Branch(nn.Module):
 def check_block(block: nn.Module, dim: int, *, number: int) -> None:
     """Check that a block reads its stream through its two norms, and has no other norm around its branches.
 
-    The block's own forward runs, with its norms and with stand-ins for attention and feed-forward, which may be large
-    or need a GPU. :param block: its weights may be on the meta device; it is not changed. :param number: from 1.
-    :raises LNSConfigError: the block is not Pre-LN in its two norms.
-    :raises MeasurementError: the block cannot be called as ``block(x, attention_masks, positions)``.
+    Attention and feed-forward are replaced for this check, because they may be large or need a GPU.
+
+    :param block: the block, which is not changed. Its weights may be on the meta device.
+    :param dim: the hidden size.
+    :param number: number of the block, from 1, for error messages.
+    :raises LNSConfigError: if the block is not Pre-LN in its two norms.
+    :raises MeasurementError: if the block cannot be called as ``block(x, attention_masks, positions)``.
     """
     example = copy.copy(block)
     example._modules = {name: _stand_in(child, dim) for name, child in block.named_children()}
@@ -47,7 +53,7 @@ def check_block(block: nn.Module, dim: int, *, number: int) -> None:
 
 
 def _stand_in(child: nn.Module, dim: int) -> nn.Module:
-    """Return a copy of a norm of the stream with weights on the CPU; a stand-in for any other module."""
+    """Return a copy with weights on the CPU for a norm of the stream, and a small linear map for other modules."""
     parameters = dict(child.named_parameters())
     if any(parameter.shape != (dim,) for parameter in parameters.values()) or list(child.children()):
         return _Branch(dim)

@@ -1,8 +1,8 @@
-"""Keep the scheme in torchtitan's checkpoints, and compare it with the built model before weights are loaded.
+"""Record the scheme in torchtitan's checkpoints, and compare it with the built model before weights are loaded.
 
-torchtitan saves no config beside a checkpoint. A run under a scheme adds one entry to the checkpoint's state dict; the
-entry's name spells the scheme, so that reading the checkpoint's index is enough. torchtitan and PyTorch's converters
-load the entries that they ask for, and ignore it.
+torchtitan saves no config with a checkpoint. A run under a scheme therefore adds one entry to the state dict of the
+checkpoint. The name of this entry contains the spelling of the scheme, so it can be read from the checkpoint's index.
+torchtitan and PyTorch's converters ignore the entry, since they only load the entries that they request.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 log = logging.getLogger("olmo_lns")
 
-#: Beginning of the entry's name; the scheme follows.
+#: The name of the entry begins in this way. The spelling of the scheme follows.
 ENTRY = "olmo_lns.scheme="
 
 
 def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``CheckpointManager.dcp_save``: under a scheme, add the entry."""
+    """Wrap ``CheckpointManager.dcp_save``: add the entry if the model has a scheme."""
     signature = inspect.signature(save)
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +69,11 @@ def running_scheme(manager: Any) -> Scheme:
 
 
 def _from_rank_zero(folder: str, running: Scheme) -> Scheme | None:
-    """Return a checkpoint's scheme, read by one process; None if its index cannot be read and Pre-LN runs.
+    """Return the scheme of a checkpoint, which the first process reads for all processes.
 
-    :raises CheckpointMismatchError: the index cannot be read, or names two schemes. All processes raise.
+    :returns: the scheme, or None if the index cannot be read and the run is Pre-LN.
+    :raises CheckpointMismatchError: if the index cannot be read under another scheme, or names two schemes. All
+        processes raise the error.
     """
     import torch.distributed as dist
 
@@ -93,9 +95,10 @@ def _from_rank_zero(folder: str, running: Scheme) -> Scheme | None:
 
 
 def read_scheme(folder: str) -> Scheme:
-    """Return the scheme of a checkpoint of torchtitan, local or remote; Pre-LN without the entry.
+    """Return the scheme of a checkpoint of torchtitan, which is Pre-LN if the checkpoint has no entry.
 
-    :raises CheckpointMismatchError: the checkpoint's index cannot be read, or names two schemes or an unknown one.
+    :param folder: folder of the checkpoint, local or remote.
+    :raises CheckpointMismatchError: if the index cannot be read, or names two schemes or an unknown one.
 
     Example: ``str(read_scheme("outputs/checkpoint/step-500"))`` is ``"lns"``.
     """

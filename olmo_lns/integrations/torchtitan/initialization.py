@@ -1,8 +1,8 @@
-"""Take the depth factor off torchtitan's initializers, and measure what they draw.
+"""Remove the depth factor from torchtitan's initializers, and measure the weights that they draw.
 
 Every parameter in torchtitan has an initializer, such as ``partial(trunc_normal_, std=0.02 / sqrt(2 * l))`` in block l.
-The standard deviations in all blocks show which of them have a depth factor. LayerNorm Scaling replaces that factor
-(arXiv 2502.05795, footnote 1 and section 6).
+A comparison of their standard deviations over all blocks shows which of them have a depth factor. LayerNorm Scaling
+takes the place of this factor (arXiv 2502.05795, footnote 1 and section 6).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, Callable, Iterator
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.initialization import check_drawn
 
-#: Block number and the standard deviation in that block, of one initializer.
+#: Number of a block -> the standard deviation that one initializer has in this block.
 _Family = dict[int, float]
 
 
 def make_plain(decoder: Any) -> None:
-    """Give each initializer with a depth factor the standard deviation without it.
+    """Replace each initializer that has a depth factor by one without it.
 
-    Two factors are known: 1/√(2l) in block l, and 1/√(2L) in a model of L blocks.
+    Two factors are recognized: 1/√(2l) in block l, and 1/√(2L) in a model of L blocks.
 
     :param decoder: a built model whose weights are not drawn yet.
-    :raises LNSConfigError: an initializer that differs between the blocks in another way.
+    :raises LNSConfigError: if an initializer differs between the blocks in another way.
     """
     families = _families(decoder)
     in_block: dict[int, list[float]] = defaultdict(list)
@@ -50,7 +50,11 @@ def make_plain(decoder: Any) -> None:
 
 
 def _families(decoder: Any) -> dict[tuple[str, int], _Family]:
-    """Return the standard deviations by block, for each parameter's name and place in its initializer."""
+    """Return the standard deviations in all blocks for each draw.
+
+    A draw is identified by the name of the parameter in its block, and by its position among the draws of the
+    parameter's initializer. A fused weight has several.
+    """
     families: dict[tuple[str, int], _Family] = defaultdict(dict)
     for number, name, _, _, initializer in _initializers(decoder):
         for place, draw in enumerate(_draws(initializer)):
@@ -60,7 +64,10 @@ def _families(decoder: Any) -> dict[tuple[str, int], _Family]:
 
 
 def _base(name: tuple[str, int], family: _Family) -> float:
-    """Return the standard deviation without 1/√(2l), of an initializer that differs between the blocks."""
+    """Return the standard deviation that an initializer would have without its factor 1/√(2l).
+
+    :raises LNSConfigError: if its standard deviations differ between the blocks in another way.
+    """
     bases = [std * math.sqrt(2 * number) for number, std in family.items()]
     if not all(_same(base, bases[0]) for base in bases):
         raise LNSConfigError(
@@ -76,7 +83,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _initializers(decoder: Any) -> Iterator[tuple[int, str, Any, str, Callable[..., Any]]]:
-    """Yield block number, the parameter's name in the block, its module, its name there, its initializer."""
+    """Yield for each parameter: block number, name in the block, module, name in the module, and initializer."""
     for key, block in decoder.layers.items():
         for path, module in block.named_modules():
             for name, initializer in (getattr(module, "_param_init", None) or {}).items():
@@ -84,7 +91,7 @@ def _initializers(decoder: Any) -> Iterator[tuple[int, str, Any, str, Callable[.
 
 
 def _draws(initializer: Any) -> Iterator[partial[Any]]:
-    """Yield the draws of an initializer: itself, or those that it makes for the parts of a fused weight."""
+    """Yield the draws of an initializer: the initializer itself, or one draw for each part of a fused weight."""
     if isinstance(initializer, partial):
         if isinstance(initializer.keywords.get("std"), (int, float)):
             yield initializer
@@ -103,7 +110,10 @@ def _replace(decoder: Any, plain: dict[tuple[str, int], float]) -> None:
 
 
 def _with_stds(initializer: Any, stds: Iterator[float | None]) -> Any:
-    """Return an initializer with other standard deviations, None for the present one, in the order of its draws."""
+    """Return a copy of an initializer with other standard deviations.
+
+    :param stds: the new standard deviation of each draw, in order. None keeps the present one.
+    """
     if not any(True for _ in _draws(initializer)):
         return initializer
     if isinstance(initializer, partial):

@@ -22,7 +22,7 @@ PLAIN_INITIALIZATION = "olmo_lns.torchtitan.plain_initialization"
 
 
 def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Decoder.__init__``: a decoder with marked norms gets their scheme."""
+    """Wrap ``Decoder.__init__``: apply the scheme to a decoder whose norms an override has marked."""
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, config, *args, **kwargs)
@@ -38,7 +38,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norms(decoder: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield number of the block, sub-layer and norm, None for a missing one, of each block in the decoder."""
+    """Yield the number of the block, the sub-layer and its norm for each block. The norm is None if it is missing."""
     for key, block in decoder.layers.items():
         for sub_layer in SUB_LAYERS:
             yield int(key) + 1, sub_layer, getattr(block, NORMS[sub_layer], None)
@@ -47,8 +47,9 @@ def _norms(decoder: Any) -> Iterator[tuple[int, str, Any]]:
 def _attach(decoder: Any, requests: list[Request | None]) -> None:
     """Scale and measure the norms of a decoder, set its initializers and write the start-up line.
 
-    :raises LNSConfigError: the scheme or the decoder is not supported.
-    :raises MeasurementError: a norm does not compute its factor. The model is left as it was.
+    :param requests: what the override requests from each norm, None for a norm that it did not mark.
+    :raises LNSConfigError: if the scheme or the decoder is not supported.
+    :raises MeasurementError: if a norm does not apply its factor. The model is left unchanged.
     """
     require_wrapped("torchtitan")
     name, n_layers, dim = type(decoder).__name__, len(decoder.layers), decoder.config.dim
@@ -91,7 +92,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
 
 
 def _check_blocks(decoder: Any, dim: int) -> None:
-    """Run one block of each structure."""
+    """Check one block of each structure with :func:`check_block`."""
     seen = set()
     for key, block in decoder.layers.items():
         structure = (type(block), tuple((name, type(child)) for name, child in block.named_children()))
@@ -101,7 +102,7 @@ def _check_blocks(decoder: Any, dim: int) -> None:
 
 
 def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Trainer.train``: each override of this package had an effect, and each block still has its scheme."""
+    """Wrap ``Trainer.train``: check that the override had an effect, and that each block still has its scheme."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         imports = self.config.override.imports
@@ -122,7 +123,7 @@ def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:
 def check_part(part: Any) -> None:
     """Check the blocks of a model, or of a pipeline stage, after torchtitan has divided and wrapped it.
 
-    :raises MeasurementError: a block with another number than its place in the whole model, or without its scheme.
+    :raises MeasurementError: if a block has lost its scheme, or has another number than its place in the whole model.
     """
     found = sorted((site.layer_number, site.sub_layer) for _, _, site in sites.in_model(part))
     expected = [(int(key) + 1, sub_layer) for key in getattr(part, "layers", {}) for sub_layer in SUB_LAYERS]
@@ -134,11 +135,11 @@ def check_part(part: Any) -> None:
 
 
 def scheme_of(parts: Any) -> Scheme:
-    """Return the scheme of a model's parts in this process; Pre-LN without a site.
+    """Return the scheme of a model's parts in this process, which is Pre-LN if they have no site.
 
-    :raises MeasurementError: parts with different schemes.
+    :raises MeasurementError: if the parts have different schemes.
     """
-    # Not by read_back: torchtitan puts a wrapper of its own around the forward of a norm that it shards.
+    # sites.read_back cannot be used, because torchtitan wraps the forward of a norm that it shards.
     schemes = {site.scheme for part in parts for _, _, site in sites.in_model(part)}
     if len(schemes) > 1:
         raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")

@@ -1,4 +1,7 @@
-"""torchtitan's RMSNorm has known arithmetic; the outputs of other norms are multiplied."""
+"""The arithmetic of torchtitan's norms.
+
+It is known for RMSNorm. Of all other norms, the output is multiplied.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 
 from olmo_lns.norm import DtypeRule, NormArithmetic
 
-#: RMSNorm as torch computes it. A DTensor is the input in torchtitan's whole-DTensor backend.
+#: RMSNorm as torch computes it. In torchtitan's whole-DTensor backend the input is a DTensor. The output is multiplied
+#: then.
 _RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
 
 

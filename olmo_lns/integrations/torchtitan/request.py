@@ -1,6 +1,7 @@
-"""What an override asks of a model: a config node that builds torchtitan's own norm and marks it.
+"""Mark norms in torchtitan's config tree.
 
-The node stands in torchtitan's config tree, so that its logs and saved configs show the scheme.
+An override replaces the config of a norm by a node of this module. The node builds torchtitan's own norm and marks it
+with a request. Since it is a part of the config tree, torchtitan's logs and saved configs show the scheme.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme, parse
 
-#: Attribute of a marked norm: its :class:`Request`.
+#: The attribute of a marked norm that has its :class:`Request`.
 MARK = "lns_request"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A scheme, Pre-LN for plain initialization alone. :param plain: remove the depth factor of the initializers."""
+    """What an override requests from a model.
+
+    :param scheme: the scheme. It is Pre-LN if only plain initialization is requested.
+    :param plain: true to remove the depth factor of the initializers.
+    """
 
     scheme: Scheme
     plain: bool = True
@@ -28,7 +33,12 @@ class Request:
 
 @dataclass(kw_only=True, slots=True)
 class MarkedNorm(Module.Config):
-    """A norm's config with a request. :param norm: torchtitan's own config, which builds the norm."""
+    """A config that builds a norm and marks it.
+
+    :param norm: torchtitan's own config of the norm.
+    :param scheme: spelling of the requested scheme.
+    :param keep_scaled_init: true to keep the depth factor of the initializers.
+    """
 
     norm: Module.Config
     scheme: str
@@ -46,8 +56,12 @@ def mark(
 ) -> MarkedNorm:
     """Return the config node of a marked norm.
 
-    :param config: torchtitan's config of the norm. :param name: the override, for messages.
-    :raises LNSConfigError: a value that is not allowed, Pre-LN as a scheme, or the plugin is switched off.
+    :param config: torchtitan's config of the norm.
+    :param scheme: name or full spelling of the scheme.
+    :param exponent: exponent of the scheme, if it is not a part of the spelling.
+    :param keep_scaled_init: true to keep the depth factor of the initializers.
+    :param name: name of the override, for messages.
+    :raises LNSConfigError: if a value is not allowed, or the plugin is switched off.
     """
     if settings.is_set(settings.DISABLE):
         raise LNSConfigError(
@@ -70,5 +84,5 @@ def _scheme(text: str, exponent: float | None, name: str) -> Scheme:
 
 
 def request_of(norm: Any) -> Request | None:
-    """Return what an override asks of a built norm; None for a stock norm, or no norm."""
+    """Return the request with which an override has marked a norm. It is None for any other object."""
     return getattr(norm, MARK, None)
