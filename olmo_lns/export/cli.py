@@ -1,4 +1,4 @@
-"""``olmo-lns export`` and ``verify``: checkpoints folded for stock software."""
+"""The commands ``olmo-lns export`` and ``olmo-lns verify``, which fold a checkpoint for stock software and check it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _SCHEME = "scheme of a checkpoint whose config names none, such as lns or lns:ex
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns export``. :raises LNSError: the export is refused or fails; no output is left."""
+    """Run ``olmo-lns export``.
+
+    :raises LNSError: if the export is refused or fails. No output folder remains.
+    """
     args = _export_parser().parse_args(argv)
     from olmo_lns.export import megatron, receipt
     from olmo_lns.export.convert import OUTPUT_FORMATS, convert, new_folder, write_tokenizer
@@ -105,7 +108,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns verify``. Exit code 0 if the export computes the same as the checkpoint, else 1."""
+    """Run ``olmo-lns verify``. The exit code is 0 if the export computes the same as the checkpoint, and 1 if not."""
     parser = Parser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", type=as_path, nargs="?", help="the LNS checkpoint; without it, the export's receipt is enough")

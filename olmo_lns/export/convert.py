@@ -18,7 +18,7 @@ from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
-#: Format of a checkpoint -> formats of its export. The first is the default.
+#: Format of a checkpoint -> the formats to which it can be exported. The first is the default.
 OUTPUT_FORMATS = {
     OLMO: (OLMO, HF),
     OLMO_CORE: (OLMO_CORE, HF),
@@ -30,9 +30,9 @@ OUTPUT_FORMATS = {
 def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None) -> Opened:
     """Fold an opened checkpoint in place and return the stock model of the output format.
 
-    :param output_format: one of :data:`olmo_lns.export.FORMATS`, except Megatron's, which is written without a model.
-    :param dtype: dtype of the weights; None keeps theirs.
-    :raises LNSConfigError: the scheme cannot be folded, no stock model computes the same, or weights are not finite.
+    :param output_format: one of :data:`olmo_lns.export.FORMATS` except Megatron's, which is written without a model.
+    :param dtype: dtype of the exported weights; None keeps their dtypes.
+    :raises LNSConfigError: if the scheme cannot be folded, no stock model computes the same, or weights are not finite.
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
@@ -49,9 +49,9 @@ def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside ``out``; rename it to ``out`` on success, remove it on an error.
+    """Yield a hidden folder beside ``out``. It is renamed to ``out`` on success, and removed on an error.
 
-    :raises LNSConfigError: ``out`` exists.
+    :raises LNSConfigError: if ``out`` exists.
     """
     if out.exists():
         raise LNSConfigError(f"{out} exists. Give a new folder: an export never overwrites files.")
@@ -66,11 +66,13 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
-    """Save the requested tokenizer, or else the checkpoint's, in transformers' format.
+    """Save a tokenizer in transformers' format.
 
-    :param requested: a ``tokenizer.json``, a folder, a name on the hub, or ``none``.
-    :returns: one line about the tokenizer, for the user.
-    :raises LNSConfigError: the tokenizer cannot be loaded, or has more tokens than the model.
+    :param out: folder of the export.
+    :param requested: a ``tokenizer.json``, a folder, a name on the hub, or ``none``. If it is None, the tokenizer of
+        the checkpoint is saved.
+    :returns: a line about the tokenizer, for the user.
+    :raises LNSConfigError: if the tokenizer cannot be loaded, or has more tokens than the model.
     """
     name = requested or opened.tokenizer
     if name in (None, "none"):

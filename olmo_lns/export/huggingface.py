@@ -1,4 +1,4 @@
-"""transformers' checkpoints: open them, fold them into stock models, or build them from other formats."""
+"""Open transformers' checkpoints, fold them into stock models, and build models from the weights of other formats."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-4, 0.05
 
 
 def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open a transformers checkpoint, stock or of this package (``lns_llama``, …); transformers selects the files.
+    """Open a transformers checkpoint of a stock model type, or of one of this package such as ``lns_llama``.
 
-    :param folder: folder, or name on the hub. :param scheme: scheme that a stock checkpoint was trained with.
-    :raises LNSConfigError: transformers cannot load the checkpoint, or weights are missing.
+    :param folder: a folder, or a name on the hub. transformers selects the files.
+    :param scheme: scheme with which a checkpoint of a stock type was trained.
+    :raises LNSConfigError: if transformers cannot load the checkpoint, or weights are missing.
     """
     import transformers
 
@@ -66,7 +67,11 @@ def auto_class(config: Any) -> str:
 
 
 def _load(loader: Any, path: Path | None, source: Path, *, strict: bool = False, **options: Any) -> Any:
-    """Load a model and check its weights. :param strict: refuse a weight that the model does not have."""
+    """Load a model and check that it has all of its weights.
+
+    :param strict: also refuse a weight that the model does not have.
+    :raises LNSConfigError: if a weight is missing or has another shape.
+    """
     with reporting_load_errors(source):
         model, info = loader.from_pretrained(path, output_loading_info=True, **options)
     problems = {"missing_keys": "is missing", "mismatched_keys": "has another shape"}
@@ -90,7 +95,7 @@ def with_scheme(opened: Opened, scheme: Scheme) -> Opened:
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """Return the stock settings of a transformers model with defaults, without those of a scheme."""
+    """Return all settings of a transformers model, including defaults, except for those of a scheme."""
     from transformers import PretrainedConfig
 
     values = PretrainedConfig.to_dict(model.config)
@@ -102,7 +107,8 @@ def settings(model: Any) -> dict[str, Any]:
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold a transformers model in place and return it as a model of the stock class.
 
-    :raises LNSConfigError: the scheme cannot be folded.
+    :param dtype: dtype of the weights; None keeps their dtypes.
+    :raises LNSConfigError: if the scheme cannot be folded.
     """
     from olmo_lns.integrations.transformers import fold
 
@@ -114,12 +120,15 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Return the number of rows of the embedding, padding included."""
+    """Return the number of rows of the embedding, including padding."""
     return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 def token_count(model: nn.Module) -> int:
-    """Return the number of valid token ids: the vocabulary size in the config, else the rows of the embedding."""
+    """Return the number of valid token ids.
+
+    It is the vocabulary size in the config, or the number of rows of the embedding if the config has none.
+    """
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text_config, "vocab_size", None)
@@ -127,7 +136,10 @@ def token_count(model: nn.Module) -> int:
 
 
 def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
-    """Return random token ids, int64 (count, length), or images, fp32 (count, channels, height, width)."""
+    """Return a random input for a model.
+
+    :returns: token ids, int64 of shape (count, length), or images, fp32 of shape (count, channels, height, width).
+    """
     generator = torch.Generator().manual_seed(0)
     if getattr(model, "main_input_name", "") == "pixel_values":
         from olmo_lns.integrations.transformers.models import image_shape
@@ -138,17 +150,23 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits, fp32 (count, length, vocabulary). :param ids: input from :func:`prompt`."""
+    """Run a model and return its logits, fp32 of shape (count, length, vocabulary).
+
+    :param ids: an input from :func:`prompt`.
+    """
     output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
     result: torch.Tensor = getattr(output, "logits", output).float()
     return result
 
 
 def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Path, reference: Any = None) -> Any:
-    """Return the causal model of the config ``values`` with the tensors of ``state``.
+    """Build a causal language model.
 
-    :param reference: the model of the other framework, whose logits the new model must match.
-    :raises LNSConfigError: weights that do not fit, or logits that differ.
+    :param values: settings of its config.
+    :param state: its weights.
+    :param source: folder of the checkpoint, for messages.
+    :param reference: the model of another framework whose logits the new model must match, or None.
+    :raises LNSConfigError: if the weights do not fit, or the logits differ.
     """
     import transformers
 
@@ -172,7 +190,9 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of a weight with its parts replaced by ``names``, which maps old parts to new.
+    """Replace parts of a weight's name.
+
+    :param names: old part -> new part.
 
     >>> renamed("blocks.0.w_out.weight", {"blocks": "layers", "w_out": "o_proj"})
     'layers.0.o_proj.weight'
@@ -183,7 +203,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def special_tokens(opened: Opened) -> dict[str, int | None]:
-    """Return the special tokens of a config, with None for an id outside the vocabulary."""
+    """Return the ids of the special tokens for a config. An id outside of the vocabulary becomes None."""
     token_ids = {"bos_token_id": None, "eos_token_id": opened.eos_token_id, "pad_token_id": opened.pad_token_id}
     valid_ids = range(vocabulary(opened.model))
     return {role: token_id if token_id in valid_ids else None for role, token_id in token_ids.items()}

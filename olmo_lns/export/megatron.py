@@ -1,9 +1,10 @@
-"""Megatron's distributed checkpoints (``torch_dist``): fold them for stock Megatron, or open them as a Llama.
+"""Fold Megatron's distributed checkpoints (``torch_dist``) for stock Megatron, or open them as a Llama.
 
-The layers are stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` has the shape [L, …]) or numbered
-(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, one key head and
-one value head, in this order. ``linear_fc1`` is [gate, up]. Megatron saves its arguments in ``common.pt``; since
-Megatron Core 0.19, in an object of the distributed checkpoint.
+In such a checkpoint, the layers are either stacked along a first axis, so that
+``decoder.layers.mlp.linear_fc1.weight`` has the shape [L, …], or they are numbered (``decoder.layers.7.mlp…``). The
+rows of ``linear_qkv`` are grouped by key heads. Each group has its query heads, one key head and one value head, in
+that order. The rows of ``linear_fc1`` are [gate, up]. Megatron saves its arguments in ``common.pt``. Since Megatron Core
+0.19, they are in an object of the distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
-#: Entries of a checkpoint that hold the state of training, not of the model.
+#: Entries of a checkpoint that are the state of the training and not of the model.
 _TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
 #: Parameters of the two norms of a block, in every layer spec that LNS supports.
 _BLOCK_NORM = re.compile(
@@ -70,9 +71,12 @@ _SAFE_CLASSES = {
 
 @dataclass
 class Saved:
-    """One saved iteration of a Megatron run. :param common: the common state; ``common["args"]`` are the arguments.
+    """One saved iteration of a Megatron run.
 
-    :param tensors: name -> size and dtype, for each tensor of the model. :param objects: names of the other entries.
+    :param folder: folder of the iteration.
+    :param common: the common state. ``common["args"]`` are the arguments of the run.
+    :param tensors: name of each tensor of the model -> its size and dtype.
+    :param objects: names of the other entries.
     """
 
     folder: Path
@@ -82,7 +86,7 @@ class Saved:
 
     @property
     def args(self) -> Any:
-        """Arguments of the run."""
+        """The saved arguments of the run."""
         return self.common["args"]
 
     def scheme(self, requested: Scheme | None) -> Scheme:
@@ -97,7 +101,10 @@ class Saved:
         return requested
 
     def argument(self, *names: str) -> Any:
-        """Return the value of an argument under the first of ``names`` that is saved; never a default."""
+        """Return the saved value of an argument, under the first of ``names`` that the arguments have.
+
+        :raises LNSConfigError: if they have none. No default is assumed.
+        """
         for name in names:
             if (value := getattr(self.args, name, None)) is not None:
                 return value
@@ -105,11 +112,14 @@ class Saved:
 
     @property
     def shift(self) -> float:
-        """Difference between a norm's weight and its stored value: 1 for zero-centred weights."""
+        """The number that must be added to the stored weight of a norm, which is 1 for zero-centred weights."""
         return 1.0 if self.argument("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
     def norm_parameters(self) -> Iterator[tuple[str, int | None, str]]:
-        """Yield name, 0-based layer (None if stacked) and ``weight`` or ``bias`` for each block norm parameter."""
+        """Yield for each parameter of a block's norm: its name, its layer, and ``weight`` or ``bias``.
+
+        The layer is counted from 0. It is None if the layers are stacked.
+        """
         for match in filter(None, map(_BLOCK_NORM.match, self.tensors)):
             yield match[0], None if match["layer"] is None else int(match["layer"]), match["part"]
 
@@ -126,8 +136,9 @@ class Saved:
 def read(folder: Path) -> Saved:
     """Read the arguments and the tensor names of one iteration, without loading weights.
 
-    :param folder: folder of an iteration, or of a run for its latest iteration.
-    :raises LNSConfigError: another format, a damaged file, no arguments, or layers that cannot be folded.
+    :param folder: folder of an iteration. For the folder of a run, its latest iteration is read.
+    :raises LNSConfigError: if the folder has another format, a damaged file or no arguments, or if its layers cannot be
+        folded.
     """
     if (folder / TRACKER).is_file():
         latest = (folder / TRACKER).read_text(encoding="utf-8").strip()
@@ -157,7 +168,7 @@ def read(folder: Path) -> Saved:
 
 
 class _KeepBytes(DefaultLoadPlanner):
-    """Load objects as the saved bytes, without unpickling them."""
+    """Load objects as the bytes that were saved, without unpickling them."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = value.getvalue()
@@ -177,9 +188,9 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """Load the common state with ``weights_only=True``, which admits plain values and Megatron's enumerations.
+    """Load the common state with ``weights_only=True``. Only plain values and Megatron's enumerations are accepted.
 
-    :raises LNSConfigError: another class, or no arguments.
+    :raises LNSConfigError: if it contains another class, or no arguments.
     """
     path = folder / COMMON
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
@@ -207,10 +218,13 @@ def _common(folder: Path) -> dict[str, Any]:
 
 
 def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
-    """Write a checkpoint that stock Megatron loads with ``--finetune``, without the optimizer's state.
+    """Fold a checkpoint, and write one that stock Megatron loads with ``--finetune``.
 
-    :param scheme: scheme of a checkpoint whose arguments name none. :returns: name of the iteration's folder.
-    :raises LNSConfigError: nothing to fold, values that are not finite, or an error of :func:`read`.
+    The state of the optimizer is not written.
+
+    :param scheme: scheme of a checkpoint whose arguments name none.
+    :returns: name of the folder of the iteration.
+    :raises LNSConfigError: if there is nothing to fold, a value is not finite, or :func:`read` raises.
     """
     saved = read(folder)
     scheme = saved.scheme(scheme)
@@ -243,9 +257,10 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
 
 
 def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open a checkpoint as a Llama under its scheme. :param scheme: scheme of a checkpoint that names none.
+    """Open a checkpoint as a Llama under its scheme.
 
-    :raises LNSConfigError: a model that Llama cannot represent, with the reasons, or an error of :func:`read`.
+    :param scheme: scheme of a checkpoint whose arguments name none.
+    :raises LNSConfigError: if Llama cannot represent this model, with the reasons, or if :func:`read` raises.
     """
     saved = read(folder)
     scheme = saved.scheme(scheme)
@@ -304,7 +319,7 @@ _NAMES = {
 
 
 def _llama_weights(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the unfolded weights under Llama's names; a weight that Llama lacks keeps Megatron's name."""
+    """Return the unfolded weights under Llama's names. A weight that Llama does not have keeps Megatron's name."""
     state: dict[str, torch.Tensor] = {}
     for megatron_name, tensor in saved.weights().items():
         is_stacked = megatron_name.startswith("decoder.layers.") and not megatron_name.split(".")[2].isdigit()

@@ -1,7 +1,8 @@
-"""OLMo's checkpoints: open them under the plugin's norm types, fold them, write them for stock OLMo or transformers.
+"""Open OLMo's checkpoints, fold them, and write them for stock OLMo or transformers.
 
-A block computes ``x + g * c * f(s * N(x))`` with a learned gate ``g`` and constants ``c`` and ``s``. Multiplying the
-norm's weight by ``s`` and the rows of ``attn_out`` or ``ff_out`` by ``g * c`` leaves a Pre-LN block.
+Under a scheme, a sub-layer computes ``x + g * c * f(s * N(x))`` with a learned gate ``g`` and constants ``c`` and
+``s``. The fold multiplies the weight of the norm by ``s``, and the rows of ``attn_out`` or ``ff_out`` by ``g * c``. The
+result is a stock Pre-LN block that computes the same.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _OLMO_EPS = 1e-5
 
 
 def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo checkpoint, unsharded or sharded. :param scheme: scheme of a checkpoint with a stock norm type.
+    """Open an OLMo checkpoint, which may be sharded.
 
-    :raises LNSConfigError: OLMo refuses the config, or the weights do not fit the model.
+    :param folder: folder of the checkpoint.
+    :param scheme: scheme of a checkpoint whose config names a stock norm type.
+    :raises LNSConfigError: if OLMo refuses the config, or the weights do not fit the model.
     """
     from olmo_lns.integrations.olmo import register
 
@@ -64,7 +67,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _load(model: Any, folder: Path) -> None:
-    """Load the weights without OLMo's loader, which in OLMo 0.6.0 cannot read shards under torch >= 2.6."""
+    """Load the weights. OLMo's own loader is not used, since that of 0.6.0 cannot read shards under torch >= 2.6."""
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -91,8 +94,8 @@ def _settings(config: Any) -> dict[str, Any]:
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
 
-    :param dtype: dtype of the weights; None keeps theirs.
-    :raises LNSConfigError: the scheme cannot be folded.
+    :param dtype: dtype of the weights; None keeps their dtypes.
+    :raises LNSConfigError: if the scheme cannot be folded.
     """
     from olmo.config import ModelConfig
     from olmo.model import OLMo
@@ -129,7 +132,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def _read_by(block: Any, sub_layer: str) -> list[Any]:
-    """Return the gain and bias of a sub-layer's norm, or for a norm without them the matrices that read it."""
+    """Return the gain and bias of a sub-layer's norm. For a norm without them, return the matrices that read it."""
     from olmo_lns.integrations.olmo.block import NORMS
 
     if parameters := list(getattr(block, NORMS[sub_layer]).parameters()):
@@ -151,9 +154,9 @@ def save(opened: Opened, out: Path) -> None:
 
 
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return the transformers model that computes the same function: Llama, or Olmo for a LayerNorm without a weight.
+    """Return a transformers model that computes the same: an Olmo for a LayerNorm without a weight, or else a Llama.
 
-    :raises LNSConfigError: the scheme cannot be folded, or no stock class can represent this model.
+    :raises LNSConfigError: if the scheme cannot be folded, or no stock class can represent this model.
     """
     from olmo_lns.integrations.olmo.norm_types import base_type
 
@@ -204,7 +207,7 @@ def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:
 
 
 def _hf_weights(model: Any, is_rms: bool) -> dict[str, torch.Tensor]:
-    """Return the weights of a stock OLMo model under transformers' names, with its fused projections split."""
+    """Return the weights of a stock OLMo model under transformers' names. Its fused projections are split."""
     from olmo_lns.integrations.olmo.block import NORMS
     from olmo_lns.integrations.olmo.model import blocks_of
 

@@ -1,4 +1,4 @@
-"""OLMo-core's checkpoints: open them, fold them for stock OLMo-core, or convert them to a Llama."""
+"""Open OLMo-core's checkpoints, fold them for stock OLMo-core, and convert them to a Llama."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
 
 def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo-core checkpoint. :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
+    """Open an OLMo-core checkpoint.
 
-    :raises LNSConfigError: OLMo-core is not installed or refuses the config, or the weights do not fit the model.
+    :param folder: folder of the checkpoint.
+    :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
+    :raises LNSConfigError: if OLMo-core is not installed or refuses the config, or the weights do not fit the model.
     """
     try:
         from olmo_core.distributed.checkpoint import load_model_and_optim_state
@@ -77,7 +79,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 
 def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the model's settings with stock blocks, ``default`` instead of ``default_scaled``."""
+    """Return a copy of the model's settings with stock blocks. ``default_scaled`` becomes ``default``."""
     stock = copy.deepcopy(dict(values))
     for block in blocks_of(stock):
         for name in _LNS_SETTINGS:
@@ -89,7 +91,10 @@ def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: Path) -> None:
-    """Raise an error unless the buffers of ``default_scaled`` blocks have the factors of ``scheme``."""
+    """Check that the buffers of ``default_scaled`` blocks have the factors of ``scheme``.
+
+    :raises LNSConfigError: if they have not, or if no scheme was passed.
+    """
     from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_keys
 
     metadata = get_checkpoint_metadata(str(weights)).state_dict_metadata
@@ -109,7 +114,8 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold the factors in place and return the model with OLMo-core's stock block config.
 
-    :raises LNSConfigError: a scaled norm has no weight.
+    :param dtype: dtype of the weights; None keeps their dtypes.
+    :raises LNSConfigError: if a factor cannot be folded into the weights.
     """
     from olmo_core.nn.transformer import TransformerConfig
 
@@ -130,9 +136,9 @@ def save(opened: Opened, out: Path) -> None:
 
 
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return the Llama that computes the same function.
+    """Return a Llama that computes the same.
 
-    :raises LNSConfigError: Llama cannot represent this model; the message lists the reasons.
+    :raises LNSConfigError: if Llama cannot represent this model. The message lists the reasons.
     """
     stock = folded(opened, dtype)
     model: Any = stock.model

@@ -1,4 +1,4 @@
-"""Open a checkpoint in its framework, under the scheme that it was trained with."""
+"""Open a checkpoint with its framework, under the scheme with which it was trained."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def format_of(source: str | Path) -> str:
-    """Return the format of a checkpoint: that of its folder; transformers' for ``owner/name`` on the hub.
+    """Return the format of a checkpoint.
 
-    A path that does not exist is a name on the hub only if it cannot be a mistyped path: it has two parts, and no
-    folder has the name of the first one.
+    The format is recognized by the files in its folder. ``owner/name`` on the Hugging Face hub is transformers' format.
+    A path that does not exist is taken for such a name only if it cannot be a mistyped path. This means that it has two
+    parts, and that there is no folder with the name of the first part.
 
-    :raises LNSConfigError: the folder does not exist, is an adapter, or has no complete checkpoint.
+    :raises LNSConfigError: if the folder does not exist, is an adapter, or has no complete checkpoint.
     """
 
     folder = Path(source)
@@ -53,18 +54,18 @@ def format_of(source: str | Path) -> str:
 
 
 def format_module(name: str) -> ModuleType:
-    """Return the module of a format, one of :data:`olmo_lns.export.FORMATS`."""
+    """Return the module for a format, which is one of :data:`olmo_lns.export.FORMATS`."""
     from olmo_lns.export import huggingface, megatron, olmo, olmo_core
 
     return {HF: huggingface, MEGATRON: megatron, OLMO: olmo, OLMO_CORE: olmo_core}[name]
 
 
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
-    """Open ``folder`` on the CPU in its saved dtype.
+    """Open a checkpoint on the CPU, in the dtype in which it was saved.
 
     :param folder: a checkpoint folder, or ``owner/name`` on the Hugging Face hub.
     :param scheme: scheme of a checkpoint whose config names none, such as ``"lns"``.
-    :raises LNSConfigError: the checkpoint is damaged or incomplete, or its config names another scheme.
+    :raises LNSConfigError: if the checkpoint is damaged or incomplete, or its config names another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
@@ -83,11 +84,13 @@ def open_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model of a checkpoint folder, in evaluation mode, under the scheme that it was trained with.
+    """Return the model of a checkpoint in evaluation mode, under the scheme with which it was trained.
 
-    :param folder: checkpoint of OLMo, OLMo-core, Megatron (opened as a Llama) or transformers.
-    :param scheme: scheme of a checkpoint whose config names none. :param dtype: None keeps the saved dtype.
-    :raises LNSConfigError: as :func:`open_checkpoint`.
+    :param folder: a checkpoint of OLMo, OLMo-core, Megatron (which is opened as a Llama) or transformers.
+    :param scheme: scheme of a checkpoint whose config names none.
+    :param device: device of the model.
+    :param dtype: dtype of the model; None keeps the dtype in which it was saved.
+    :raises LNSConfigError: as in :func:`open_checkpoint`.
 
     Example: ``open_model("LNS_1B", scheme="lns", dtype=torch.float32)``.
     """

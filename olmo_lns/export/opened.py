@@ -1,4 +1,4 @@
-"""What the module of a format returns for a folder, and how it loads."""
+"""The opened checkpoint that the modules of all formats return, and helpers with which they load it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from olmo_lns.schemes import Scheme
 
 @dataclass
 class Opened:
-    """A model in evaluation mode, with its format, scheme, config and tokenizer.
+    """A model that was opened from a checkpoint, in evaluation mode.
 
-    :param model: model of the framework's class; for Megatron, a transformers Llama.
-    :param format: one of :data:`olmo_lns.export.FORMATS`. :param scheme: Pre-LN for a stock model.
+    :param model: a model of the framework's class. For Megatron it is a Llama of transformers.
+    :param format: one of :data:`olmo_lns.export.FORMATS`.
+    :param scheme: scheme of the model, which is Pre-LN for a stock model.
+    :param folder: folder of the checkpoint.
     :param config: settings in the saved config, as plain values.
-    :param tokenizer: name or path in the checkpoint. :param max_length: maximum sequence length in tokens.
-    :param eos_token_id: end-of-text id, None if unknown. :param pad_token_id: padding id, None if unknown.
+    :param tokenizer: name or path of the tokenizer that the checkpoint names, or None.
+    :param max_length: maximum sequence length in tokens.
+    :param token_dtype: dtype of the token ids in the run's data files.
+    :param eos_token_id: id of the end-of-text token, or None if it is unknown.
+    :param pad_token_id: id of the padding token, or None if it is unknown.
     """
 
     model: nn.Module
@@ -41,9 +46,10 @@ class Opened:
 
 @contextmanager
 def reporting_load_errors(source: object) -> Iterator[None]:
-    """Report any error of a framework as one line; a damaged file can cause almost any exception.
+    """Turn any exception in the context into an error of one line, since a damaged file may cause almost any.
 
-    :raises LNSConfigError: any exception in the context; the message names ``source``.
+    :param source: name of the checkpoint, for the message.
+    :raises LNSConfigError: if an exception is raised in the context.
     """
     try:
         yield
@@ -58,7 +64,7 @@ def reporting_load_errors(source: object) -> Iterator[None]:
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
     """Load the tensors of ``state`` into ``model`` without a copy.
 
-    :raises LNSConfigError: tensors that are missing, unexpected or of another shape; the message names them.
+    :raises LNSConfigError: if tensors are missing, unexpected or of another shape. The message names them.
     """
     with reporting_load_errors(source):
         model.load_state_dict(dict(state), assign=True)

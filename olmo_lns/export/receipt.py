@@ -1,11 +1,12 @@
-"""What the exporter knew of a model, in a file beside the export, so that a later check does not depend on a new load.
+"""Write a receipt beside an export: a file that records what the trained model computed.
 
-If a version of transformers misreads an export, it misreads the checkpoint in the same way: the two agree, and both are
-wrong. The receipt has logits of the trained model on fixed tokens, from before the fold, and the rotary frequencies,
-dtypes and tying of the export. It can be checked in another version than the exporter's, and without the checkpoint.
+It is not enough to compare an export with its checkpoint. If a version of transformers misreads the export, it misreads
+the checkpoint in the same way. Both then agree, and both are wrong. The receipt has logits that the trained model
+computed for fixed tokens before the fold, and the rotary frequencies, dtypes and tying of the export. An export can be
+compared with it in another version of transformers, and without the checkpoint.
 
-transformers, vLLM, llama.cpp, OLMo and OLMo-core open files by their own names and by the endings ``.safetensors``,
-``.bin``, ``.pt``, ``.gguf``, ``.distcp``, ``.py`` and ``.jinja``; they ignore :data:`FILE`.
+Other software ignores the file. transformers, vLLM, llama.cpp, OLMo and OLMo-core open only files with names of their
+own or with the endings ``.safetensors``, ``.bin``, ``.pt``, ``.gguf``, ``.distcp``, ``.py`` and ``.jinja``.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ FILE = "export_receipt.json"
 TOLERANCE = 1e-5
 #: Largest relative difference of two rotary frequencies.
 _ROTARY_TOLERANCE = 1e-4
-#: Number and length of the prompts, and number of tokens of the vocabulary, evenly spaced, whose logits are kept.
+#: Number of prompts, their length, and the number of tokens whose logits are recorded. These tokens are evenly spaced
+#: in the vocabulary.
 _PROMPTS, _LENGTH, _TOKENS = 4, 32, 64
 
 
 def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return what only the model before the fold shows: its scheme, and logits of fixed prompts, computed in fp32.
+    """Return the entries of a receipt that have to be recorded before the fold.
 
-    :param dtype: dtype of the export; None keeps that of each weight.
-    :returns: the entries. ``rounding`` is the largest difference between the logits in fp32 and those of the same,
-        unfolded model in the dtype of the export. ``not_run`` is there instead of logits if the model cannot run on
-        this machine, as mixtures of experts that need a GPU; it is the reason.
+    These are the scheme of the model and its logits for fixed prompts, computed in fp32.
+
+    :param dtype: dtype of the export; None keeps the dtype of each weight.
+    :returns: the entries. ``rounding`` is the largest difference between the logits in fp32 and the logits of the same,
+        unfolded model in the dtype of the export. If the model cannot run on this machine, as some mixtures of experts
+        that need a GPU, ``not_run`` gives the reason, and there are no logits.
     """
     model: Any = opened.model
     entries: dict[str, Any] = {"scheme": str(opened.scheme)}
@@ -68,9 +72,10 @@ def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, An
 def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
     """Write the receipt of an export.
 
-    :param entries: from :func:`of_trained`.
+    :param entries: the result of :func:`of_trained`.
     :param stock: the exported model.
-    :raises LNSConfigError: the exported model computes other logits than the checkpoint, by more than rounding.
+    :raises LNSConfigError: if the logits of the exported model differ from those of the checkpoint by more than
+        rounding.
     """
     if "logits" in entries:
         error, allowed = _largest_difference(entries, stock.model), _allowed(entries)
@@ -85,7 +90,10 @@ def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return the receipt beside an export; None without one. :raises LNSConfigError: the file is damaged."""
+    """Return the receipt beside an export, or None if there is none.
+
+    :raises LNSConfigError: if the file is damaged.
+    """
     path = folder / FILE
     if not path.is_file():
         return None
@@ -102,8 +110,10 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def compare(entries: dict[str, Any], exported: Opened) -> tuple[list[str], list[str]]:
-    """Compare an export, as it is loaded here, with its receipt.
+    """Compare an export with its receipt.
 
+    :param entries: the receipt.
+    :param exported: the export, as the installed version of its framework has loaded it.
     :returns: lines for the user, and a line for each difference.
     """
     found = _of_export(exported, exported.folder)
@@ -128,7 +138,7 @@ def compare(entries: dict[str, Any], exported: Opened) -> tuple[list[str], list[
 
 
 def compare_checkpoint(entries: dict[str, Any], model: nn.Module) -> list[str]:
-    """Return a line if the checkpoint, as it is loaded here in fp32, computes other logits than at its export."""
+    """Return a line if the checkpoint now computes other logits in fp32 than when it was exported, or else no line."""
     if "logits" not in entries:
         return []
     difference, allowed = _largest_difference(entries, model), TOLERANCE * entries["largest"]
@@ -142,7 +152,7 @@ def compare_checkpoint(entries: dict[str, Any], model: nn.Module) -> list[str]:
 
 
 def _of_export(stock: Opened, folder: Path) -> dict[str, Any]:
-    """Return the dtypes and, for transformers, the tying and the rotary frequencies of an export."""
+    """Return the dtypes of an export, and for transformers also its tying and its rotary frequencies."""
     dtypes = {str(tensor.dtype) for tensor in stock.model.parameters()}
     entries: dict[str, Any] = {"dtypes": sorted(name.removeprefix("torch.") for name in dtypes)}
     if stock.format != HF:
@@ -154,7 +164,7 @@ def _of_export(stock: Opened, folder: Path) -> dict[str, Any]:
 
 
 def _rotary(model: nn.Module) -> list[list[float]]:
-    """Return the different rows of rotary frequencies in a transformers model, radians a position."""
+    """Return all different rows of rotary frequencies in a transformers model, in radians per position."""
     rows: set[tuple[float, ...]] = set()
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and "original" not in name:
@@ -176,7 +186,7 @@ def _shown(rotary: Any) -> str:
 
 
 def _largest_difference(entries: dict[str, Any], model: nn.Module) -> float:
-    """Return the largest difference from the recorded logits; infinite for another shape or NaN."""
+    """Return the largest difference from the recorded logits. It is infinite if the shapes differ or a logit is NaN."""
     expected = torch.tensor(entries["logits"], dtype=torch.float64)
     recorded = entries["prompt"]
     inputs = prompt(model, len(expected)) if recorded is None else torch.tensor(recorded)
@@ -190,7 +200,10 @@ def _largest_difference(entries: dict[str, Any], model: nn.Module) -> float:
 
 
 def _allowed(entries: dict[str, Any]) -> float:
-    """Return the allowed difference: the rounding of fp32, and twice that of the unfolded model in the new dtype."""
+    """Return the allowed difference of logits.
+
+    It is the rounding of fp32, plus twice the rounding of the unfolded model in the dtype of the export.
+    """
     return float(TOLERANCE * entries["largest"] + 2.0 * entries["rounding"])
 
 

@@ -1,7 +1,7 @@
-"""What the weight files of a transformers checkpoint hold: the dtype of each tensor, and tensors by name.
+"""Read tensors and their dtypes from the weight files of a transformers checkpoint.
 
-The config is no witness for either. accelerate's ``save_model`` writes fp32 weights beside a config that says bfloat16,
-and a config can tie a head that the files hold with other values.
+The config of the checkpoint is not reliable for this. accelerate's ``save_model`` writes fp32 weights beside a config
+that says bfloat16. And a config may tie the head to the embedding although the files have different values for them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def widest(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
-    """Return the dtype that represents every value of the given dtypes; None without a floating-point dtype.
+    """Return the smallest dtype that can represent all values of these dtypes, or None if none is a floating dtype.
 
-    transformers gives all weights of a model one dtype, so that only this one loses nothing.
+    transformers loads all weights of a model in one dtype. Only this one preserves all of them.
 
     >>> widest([torch.bfloat16, torch.int64, torch.float32])
     torch.float32
@@ -35,10 +35,13 @@ def widest(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
 
 
 class SavedWeights:
-    """The weight files that transformers loads from a folder, or from a name on the hub. Tensors are read on demand.
+    """The weight files that transformers would load. Tensors are read on demand.
 
-    :param dtypes: name of each tensor -> its dtype, None for one that is not fp16, bf16, fp32 or fp64.
-    :raises OSError: a file that an index names is missing.
+    The attribute ``dtypes`` maps the name of each tensor to its dtype, or to None if this is not fp16, bf16, fp32 or
+    fp64.
+
+    :param source: a folder, or a name on the hub.
+    :raises OSError: if a file is missing that an index names.
 
     Example: ``widest(SavedWeights("model").dtypes.values())``.
     """
@@ -86,11 +89,11 @@ def _open_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def require_one_head(saved: SavedWeights, model: nn.Module, source: object) -> None:
-    """Refuse a model whose config ties the head to the embedding although the files hold another head.
+    """Refuse a model whose config ties the head to the embedding although the files have a different head.
 
-    transformers 5 loads such a head, earlier versions and other programs drop it.
+    transformers 5 loads such a head, but earlier versions and other programs ignore it.
 
-    :raises LNSConfigError: the head and the embedding differ.
+    :raises LNSConfigError: if the saved head and the saved embedding differ.
     """
     config: Any = model.config
     if not getattr(config.get_text_config(), "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)):
@@ -110,7 +113,10 @@ def require_one_head(saved: SavedWeights, model: nn.Module, source: object) -> N
 
 
 def _saved_name(saved: SavedWeights, module: str) -> str | None:
-    """Return the saved name of a module's weight. A base model's files lack the prefix of the model with a head."""
+    """Return the name under which a module's weight was saved, or None.
+
+    In the files of a base model, the names lack the prefix that they have in the model with a head.
+    """
     parts = f"{module}.weight".split(".")
     candidates = (".".join(parts[start:]) for start in range(len(parts) - 1))
     return next((name for name in candidates if name in saved.dtypes), None) if module else None

@@ -1,4 +1,7 @@
-"""The files of an export in the spellings of every version of transformers, and warnings where versions differ."""
+"""Write the config and the tokenizer of an export so that every supported version of transformers reads them.
+
+Settings that the versions read differently cause a warning.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from olmo_lns.integrations.transformers.spellings import LAYER_TYPES, with_all_s
 
 
 def differences(folder: Path) -> list[str]:
-    """Return a sentence for each setting in a saved ``config.json`` that the supported versions read differently."""
+    """Return a warning for each setting in a saved ``config.json`` that the supported versions read differently."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found, family = [], str(values.get("model_type"))
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -36,16 +39,17 @@ def differences(folder: Path) -> list[str]:
 
 
 def rewrite_config(folder: Path) -> None:
-    """Write every spelling into a saved ``config.json``."""
+    """Add to a saved ``config.json`` the spellings that the other versions of transformers read."""
     path = folder / "config.json"
     values = with_all_spellings(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def rewrite_tokenizer(folder: Path) -> None:
-    """Write a saved ``tokenizer_config.json`` as transformers 4 reads it; version 5 reads both.
+    """Rewrite a saved ``tokenizer_config.json`` so that transformers 4 can read it. Version 5 reads this form as well.
 
-    Version 5 names a class that version 4 does not have, and keeps special tokens and the chat template elsewhere.
+    Version 5 writes the name of a class that version 4 does not have, and saves special tokens and the chat template
+    in other places.
     """
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Compare an export with its receipt and with its checkpoint: config, every weight, logits."""
+"""Compare the config, every weight and the logits of an export with its receipt and with its checkpoint."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ def verify(
 ) -> tuple[list[str], bool]:
     """Compare an export with the receipt beside it and with its checkpoint.
 
-    :param checkpoint: None compares with the receipt only.
-    :param scheme: scheme of a checkpoint whose config names none. :param length: tokens in each prompt.
-    :returns: one line for each comparison and difference, and True if the export computes the same as the checkpoint.
-    :raises LNSConfigError: either cannot be opened (weights are missing, say), the export still needs its factor, or
-        there is nothing to compare with.
+    :param checkpoint: folder of the checkpoint. None compares the export with its receipt only.
+    :param export: folder of the export.
+    :param scheme: scheme of a checkpoint whose config names none.
+    :param length: number of tokens in each prompt.
+    :returns: a line for each comparison and each difference, and True if the export computes the same as the
+        checkpoint.
+    :raises LNSConfigError: if one of them cannot be opened, for instance because weights are missing, if the export
+        still needs its factor, or if there is nothing to compare with.
 
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
@@ -74,9 +77,9 @@ def verify(
 def _compare(
     opened: Opened, exported: Opened, length: int, known: dict[str, Any] | None
 ) -> tuple[list[str], list[str]]:
-    """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
+    """Run a checkpoint and its export on the same random tokens, and compare the export with a new fold.
 
-    :returns: lines for the user, and a line for each difference.
+    :returns: lines for the user, and a line for each difference in logits, config or weights.
     """
     dtype = next(exported.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
@@ -119,7 +122,7 @@ def _config_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) 
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names: ``{"rope_parameters.rope_theta": 1e4}``."""
+    """Flatten nested settings to dotted names, as in ``{"rope_parameters.rope_theta": 1e4}``."""
     if isinstance(value, Mapping) and value:
         prefix = f"{name}." if name else ""
         return {key: leaf for part, item in value.items() for key, leaf in _flatten(item, f"{prefix}{part}").items()}
