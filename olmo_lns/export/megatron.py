@@ -3,8 +3,8 @@
 In such a checkpoint, the layers are either stacked along a first axis, so that
 ``decoder.layers.mlp.linear_fc1.weight`` has the shape [L, …], or they are numbered (``decoder.layers.7.mlp…``). The
 rows of ``linear_qkv`` are grouped by key heads. Each group has its query heads, one key head and one value head, in
-that order. The rows of ``linear_fc1`` are [gate, up]. Megatron saves its arguments in ``common.pt``. Since Megatron Core
-0.19, they are in an object of the distributed checkpoint.
+that order. The rows of ``linear_fc1`` are [gate, up]. Megatron saves its arguments in ``common.pt``. Since Megatron
+Core 0.19, they are in an object of the distributed checkpoint.
 """
 
 from __future__ import annotations
