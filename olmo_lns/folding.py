@@ -157,7 +157,7 @@ def _folded(
         for attribute in ("forward", "_old_forward", "_hf_hook"):
             vars(stock).pop(attribute, None)
     stock.double()
-    gain = next(iter(parameters.values()))
+    gain, problem = next(iter(parameters.values())), ""
     for input_shape in ((4, 1, gain.numel()), *([(4, *shape[1:])] if shape else [])):
         x = torch.randn(input_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
         first = next(iter(parameters))
@@ -169,13 +169,14 @@ def _folded(
             try:
                 expected = factor * first_output(stock(x.to(gain.device)))
                 actual = first_output(torch.func.functional_call(stock, candidate, (x.to(gain.device),)))
-            except Exception:
+            except Exception as error:  # the norm does not take an input of this shape
+                problem = f" It raised {type(error).__name__}: {error}."
                 break
             if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
                 return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
         f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
-        "its former output. Expected a norm with a gain, zero-centred or not."
+        f"its former output.{problem} Expected a norm with a gain, zero-centred or not."
     )
 
 

@@ -174,7 +174,7 @@ def _multiplied(parameter: nn.Parameter, axis: int, channel: int, factor: float)
 
 @dataclass(frozen=True)
 class Matrix:
-    """What :func:`mark` records about a matrix, on the module that has the parameter.
+    """The record that :func:`mark` leaves of a matrix, on the module that has the parameter.
 
     :param name: name of the parameter in the block.
     :param number: number of the block, from 1.
@@ -264,7 +264,7 @@ def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Initialization:
-    """How the matrices of a model were initialized.
+    """The rule by which the matrices of a model were initialized.
 
     :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``. It is ``""`` if the matrices follow none of these rules, and
         None if nothing could be measured.

@@ -30,7 +30,7 @@ def replace_first(output: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """What a norm computed for a random input.
+    """The output and gradients of a norm for a random input.
 
     :param output: output of the norm, converted to fp64.
     :param gradient: gradient of the input for a random gradient of the output, converted to fp64; None if it was not

@@ -28,7 +28,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class Trace:
-    """What was observed in one forward of a model.
+    """The observations of one forward of a model.
 
     :param runs: module -> how often it ran, in the order in which the modules finished their first run.
     :param calls: module -> its last call, or None if it did not return a stream.

@@ -1,4 +1,4 @@
-"""How the norm of a framework computes, as a value: its attributes, and the dtype in which it computes and returns.
+"""The arithmetic of a framework's norm, as a value: its attributes, and the dtype in which it computes and returns.
 
 Frameworks have the same two norms under many class names. They differ in the name of an attribute and in their dtypes.
 An integration names these differences in a :class:`NormArithmetic`, and :func:`scaled_norm` computes the norm.

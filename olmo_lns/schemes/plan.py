@@ -36,7 +36,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one sub-layer computes under a scheme.
+    """The computation of one sub-layer under a scheme.
 
     The names are those of the equation at the top of this module, and of the papers. Constants are Python floats
     without a unit. The default is stock Pre-LN.

@@ -131,7 +131,7 @@ def definition(name: str) -> Definition:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the blocks of a model are normalised. Two equal schemes build the same model.
+    """The normalisation of a model's blocks. Two equal schemes build the same model.
 
     Make a scheme with :meth:`of`, or from a text with :func:`parse`.
 

@@ -23,7 +23,7 @@ from olmo_lns.sites import Site
 
 @dataclass(frozen=True)
 class NormLayout:
-    """Where a type of block has its norms.
+    """The places of the norms in a type of block.
 
     :param plan: the plan of a sub-layer of this block without a factor.
     :param norms: sub-layer -> the names of the norms that are multiplied by the factor. The first one has the site.

@@ -21,7 +21,7 @@ MARK = "lns_request"
 
 @dataclass(frozen=True)
 class Request:
-    """What an override requests from a model.
+    """The request of an override to a model.
 
     :param scheme: the scheme. It is Pre-LN if only plain initialization is requested.
     :param plain: true to remove the depth factor of the initializers.
