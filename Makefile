@@ -87,7 +87,7 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # About a minute: the formula, the norms, the saved scheme, and OLMo's models.
-QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/integrations/olmo/test_state.py \
+QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/integrations/olmo/test_checkpoint.py \
 	tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py
 SETUP ?= setup
 test-quick: $(SETUP)

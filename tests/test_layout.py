@@ -139,3 +139,10 @@ def test_integrations_do_not_import_each_other():
             assert not used & (folders - {name}), module
         if module == "integrations.any_model":
             assert not any(other.startswith("integrations.") for other in arrows(tree)), module
+
+
+def test_every_test_file_that_the_makefile_names_exists():
+    """pytest runs nothing at all if one of its files is missing."""
+    root = Path(__file__).resolve().parents[1]
+    named = re.findall(r"tests/[\w/]+\.py", (root / "Makefile").read_text(encoding="utf-8"))
+    assert named and [name for name in named if not (root / name).is_file()] == []
