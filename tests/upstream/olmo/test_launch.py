@@ -83,7 +83,7 @@ def train(root, name, *arguments, **changes):
 
 
 def test_olmos_script_trains_under_one_flag_and_resumes_only_under_it(tmp_path):
-    """tests/integrations/olmo/test_state.py checks every difference and its message."""
+    """tests/integrations/olmo/test_checkpoint.py checks every difference and its message."""
     if not SCRIPT.is_file() or "SingleAccelerator" not in SCRIPT.read_text():
         pytest.skip(f"{launch.OLMO_SRC} names no checkout of OLMo's main branch; only its script runs on CPU")
     result, folder = train(tmp_path, "uninterrupted", ON)
