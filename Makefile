@@ -6,6 +6,8 @@
 #                GB. A CPU build has some 200 MB: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   PYTHON=path  interpreter for a new environment: Python 3.10 to 3.12 with OLMo, 3.10 or later without.
 #   WORKERS=n    processes that run the tests (default 2, for two cores).
+#   INSTALLER=pip         install with pip. The default is uv, which is several times faster but does not read pip's configuration,
+#                         such as a private index (uv has UV_INDEX_URL). torch is always installed with pip.
 #   FRAMEWORK=olmo-core   set up OLMo-core and torchtitan. They cannot be installed beside OLMo, so pass another VENV.
 #   FRAMEWORK=no-olmo     set up everything but OLMo, for Python 3.13 and later. Pass another VENV.
 
@@ -40,6 +42,12 @@ STAMP  := $(VENV)/.olmo-lns-setup
 # (docs/decisions.md).
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALLER ?= uv
+ifeq ($(INSTALLER),uv)
+INSTALL := $(PY) -m uv pip install --quiet --python $(PY)
+else
+INSTALL := $(PIP)
+endif
 # Each worker has one thread, because two workers with two threads each compete for two cores. A worker starts with half of the
 # tests in their order, so that most files build their models once.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
@@ -69,8 +77,9 @@ $(STAMP): pyproject.toml $(PINS) $(if $(REPOINT),FORCE) | check-origin
 	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
 		|| { echo "Installing $(TORCH) into $(VENV): some 200 MB for a CPU build, several GB for CUDA"; \
 		$(PIP) $(foreach word,$(TORCH),"$(word)"); }
-	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV). The first time this takes minutes and prints nothing."
-	@$(PIP) \
+	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV) with $(INSTALLER). The first time this takes a minute or more and prints nothing."
+	@$(if $(filter uv,$(INSTALLER)),$(PIP) uv)
+	@$(INSTALL) \
 		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c $(PINS)") -e ".[$(EXTRAS)]"
 	@touch $@
 	@echo "$(VENV) is ready: $(VENV)/bin/olmo-lns --help"
