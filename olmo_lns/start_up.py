@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import fields
+from logging.handlers import BufferingHandler, MemoryHandler, QueueHandler
 from typing import Any, Iterable
 
 from olmo_lns import sites
@@ -41,25 +43,37 @@ def start_up_line(
 
 
 def write_line(line: str) -> None:
-    """Write the start-up line to the log, or to stderr in the first process if no handler of the log accepts it."""
-    if _is_logged(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):
-        log.info("%s", line)
-    elif is_first_process():
+    """Write the start-up line to the log. In the first process, write it to stderr too if no handler shows it."""
+    log.info("%s", line)
+    if is_first_process() and not _is_shown(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):
         print(line, file=sys.stderr)
 
 
-def _is_logged(record: logging.LogRecord) -> bool:
-    """Return true if a handler of the log, or of a logger above it, accepts the record."""
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return true if a handler of the log, or of a logger above it, shows the record to somebody."""
     if not log.isEnabledFor(record.levelno) or not log.filter(record):
         return False
     logger: logging.Logger | None = log
     while logger is not None:
-        for handler in logger.handlers:
-            is_output = not isinstance(handler, logging.NullHandler) and record.levelno >= handler.level
-            if is_output and handler.filter(record):
-                return True
+        if any(record.levelno >= handler.level and _shows(handler, record) for handler in logger.handlers):
+            return True
         logger = logger.parent if logger.propagate else None
     return False
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Return true if a handler passes a record on, at once or when it is closed.
+
+    A queue counts as lost, because the handler cannot tell whether anybody reads it.
+    """
+    if isinstance(handler, (logging.NullHandler, QueueHandler)) or type(handler) is BufferingHandler:
+        return False
+    if not handler.filter(record):
+        return False
+    if isinstance(handler, MemoryHandler):  # which does not compare the level of its target
+        return handler.target is not None and handler.flushOnClose and _shows(handler.target, record)
+    stream = getattr(handler, "stream", None)
+    return not getattr(stream, "closed", False) and getattr(stream, "name", None) != os.devnull
 
 
 def _application(module: Any) -> str:

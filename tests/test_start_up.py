@@ -1,6 +1,10 @@
 """The start-up line reaches the user, whatever the logging of a launch does."""
 
+import io
 import logging
+import os
+import queue
+from logging.handlers import BufferingHandler, MemoryHandler, QueueHandler, QueueListener
 
 import pytest
 
@@ -39,3 +43,74 @@ def test_the_line_is_in_the_log_or_on_stderr(level, handler_level, change, is_lo
     start_up.write_line(LINE)
     assert records == [LINE] * is_logged
     assert capsys.readouterr().err == ("" if is_logged else f"{LINE}\n")
+
+
+def write(monkeypatch, *handlers):
+    """Write the line to a log with these handlers."""
+    log = logging.Logger("olmo_lns")
+    for handler in handlers:
+        log.addHandler(handler)
+    monkeypatch.setattr(start_up, "log", log)
+    start_up.write_line(LINE)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MemoryHandler(10),
+        lambda: MemoryHandler(10, target=logging.NullHandler()),
+        lambda: MemoryHandler(10, target=MemoryHandler(10)),
+        lambda: MemoryHandler(10, target=logging.StreamHandler(io.StringIO()), flushOnClose=False),
+        lambda: BufferingHandler(10),
+        lambda: QueueHandler(queue.Queue()),
+        lambda: logging.StreamHandler(closed()),
+        lambda: logging.FileHandler(os.devnull),
+    ],
+    ids=[
+        "no target",
+        "a null target",
+        "a target without one",
+        "never flushed",
+        "a buffer",
+        "a queue",
+        "closed stream",
+        "os.devnull",
+    ],
+)
+def test_the_line_is_on_stderr_if_its_handler_keeps_the_record(make, monkeypatch, capsys):
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # a closed stream is reported otherwise
+    write(monkeypatch, make())
+    assert capsys.readouterr().err == f"{LINE}\n"
+
+
+def test_a_line_that_a_memory_handler_passes_on_is_not_on_stderr(monkeypatch, capsys):
+    stream = io.StringIO()
+    handler = MemoryHandler(10, target=logging.StreamHandler(stream))
+    handler.target.setLevel(logging.ERROR)  # which a MemoryHandler does not ask for
+    write(monkeypatch, handler)
+    handler.close()
+    assert stream.getvalue() == f"{LINE}\n" and not capsys.readouterr().err
+
+
+def test_a_line_is_in_the_log_even_if_its_target_is_set_later_and_its_queue_is_read(monkeypatch, capsys):
+    stream, lines = io.StringIO(), queue.Queue()
+    handler = MemoryHandler(10)
+    write(monkeypatch, handler, QueueHandler(lines))
+    assert capsys.readouterr().err == f"{LINE}\n"
+    handler.setTarget(logging.StreamHandler(stream))
+    handler.close()
+    listener = QueueListener(lines, logging.StreamHandler(stream))
+    listener.start()
+    listener.stop()
+    assert stream.getvalue() == 2 * f"{LINE}\n"
+
+
+def test_a_file_that_is_opened_late_shows_the_line(tmp_path, monkeypatch, capsys):
+    write(monkeypatch, logging.FileHandler(tmp_path / "log", delay=True))
+    assert (tmp_path / "log").read_text() == f"{LINE}\n" and not capsys.readouterr().err
