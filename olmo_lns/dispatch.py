@@ -257,7 +257,7 @@ def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: 
     any_model.require_unwrapped(model)
     framework = framework_of(model)
     if framework == "transformers":
-        from olmo_lns.integrations.transformers.models import locate
+        from olmo_lns.integrations.transformers.scaling import locate
 
         located = locate(model, example, blocks)
     else:

@@ -142,7 +142,7 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     if getattr(model, "main_input_name", "") == "pixel_values":
-        from olmo_lns.integrations.transformers.models import image_shape
+        from olmo_lns.integrations.transformers.scaling import image_shape
 
         return torch.randn(image_shape(model.config, count), generator=generator)
     return torch.randint(min(token_count(model), vocabulary(model)), (count, length), generator=generator)

@@ -24,11 +24,11 @@ def register() -> None:
 
     on_import("transformers.configuration_utils", wrapping.refuse_stock_configs)
     on_import("transformers.modeling_utils", wrapping.refuse_stock_models)
-    on_import("transformers.models.auto.configuration_auto", wrapping.name_configs)
-    on_import("transformers.models.auto.auto_factory", wrapping.find_models)
+    on_import("transformers.models.auto.configuration_auto", wrapping.add_configs)
+    on_import("transformers.models.auto.auto_factory", wrapping.add_models)
     on_import("transformers.conversion_mapping", wrapping.convert_weights)
     on_import("transformers.trainer", wrapping.compare_on_resume)
-    on_import("peft.utils.constants", wrapping.adapter_targets)
+    on_import("peft.utils.constants", wrapping.add_adapter_targets)
     refusals.register()
 
 
@@ -63,7 +63,7 @@ def apply(
     from transformers import PreTrainedModel
 
     from olmo_lns.integrations import any_model
-    from olmo_lns.integrations.transformers import models
+    from olmo_lns.integrations.transformers import classes, scaling
 
     register()
     settings.check()
@@ -75,12 +75,12 @@ def apply(
             f"apply found a {type(model).__name__}. It expects a model of transformers. Call olmo_lns.apply."
         )
     any_model.require_unwrapped(model)
-    is_attached = isinstance(model, models.SchemeModel)
+    is_attached = isinstance(model, classes.SchemeModel)
     model_class: Any = type(model)
     if not is_attached:
-        models.scheme_class(model_class)  # which may refuse, before the model is changed
+        classes.scheme_class(model_class)  # which may refuse, before the model is changed
     draw = None if is_attached or trained else initialization or "plain"
-    names = models.measure(
+    names = scaling.locate_and_scale(
         model,
         scheme_value,
         blocks,
@@ -93,14 +93,14 @@ def apply(
     if not is_attached:
         stock_config, config = model.config, copy.deepcopy(model.config)
         stock_class: Any = type(stock_config)
-        config.__class__, config.lns, config.lns_norms = models.scheme_class(stock_class), str(scheme_value), names
+        config.__class__, config.lns, config.lns_norms = classes.scheme_class(stock_class), str(scheme_value), names
         if initialization == "upstream":
             config.lns_initialization = initialization
         for module in model.modules():
             if vars(module).get("config") is stock_config:
                 module.config = config
-        models.convert(model)
-        models.forget_origin(model)
+        classes.set_scheme_classes(model)
+        classes.forget_origin(model)
     return model
 
 
@@ -120,20 +120,20 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
     """
     from olmo_lns.folding import fold_norms
     from olmo_lns.integrations import any_model
-    from olmo_lns.integrations.transformers import models
+    from olmo_lns.integrations.transformers import classes, scaling
 
     if not hasattr(model, "lns_made_of"):
         raise LNSConfigError(
             f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
         )
     any_model.refuse_offloaded(model)
-    models.check(model)
+    classes.require_unchanged(model)
     with any_model.undisturbed(model):
-        fold_norms(model, any_model.forward(model, models.usual_example(model) if example is None else example), dtype)
+        fold_norms(model, any_model.forward(model, scaling.usual_example(model) if example is None else example), dtype)
     for module in (model.config, *model.modules()):
-        if isinstance(module, models.SchemeClass):
+        if isinstance(module, classes.SchemeClass):
             module.__class__ = module.lns_made_of
     for name in ("lns", "lns_norms", "lns_initialization"):
         vars(model.config).pop(name, None)
-    models.restore_names(model.config)
+    classes.restore_stock_names(model.config)
     return model

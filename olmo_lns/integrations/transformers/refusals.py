@@ -43,35 +43,35 @@ def _has_factor(module: Any) -> bool:
     return any(True for _ in sites.in_model(module))
 
 
-def _injected(**kwargs: Any) -> bool:
+def _injects_kernels(**kwargs: Any) -> bool:
     block = getattr(kwargs.get("policy"), "client_module", None)
     return hasattr(block, "named_modules") and _has_factor(block)
 
 
-def _patched(module: Any, *args: Any, **kwargs: Any) -> bool:
+def _patches_scaled_norm(module: Any, *args: Any, **kwargs: Any) -> bool:
     return hasattr(module, "named_modules") and _has_factor(module)  # PEFT may have wrapped the norm
 
 
-def _rebuilt(plugin: Any, model: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _has_scheme_type(plugin: Any, model: Any = None, *args: Any, **kwargs: Any) -> bool:
     return str(getattr(getattr(model, "config", None), "model_type", "")).startswith(PREFIX)
 
 
-def _scaled_logits(model: Any, *args: Any, **kwargs: Any) -> bool:
+def _has_logits_scaling(model: Any, *args: Any, **kwargs: Any) -> bool:
     config = model.config.get_text_config()
     return config.model_type == f"{PREFIX}hyperclovax" and getattr(config, "logits_scaling", None) not in (None, 1.0)
 
 
 #: Module of another program -> its function -> whether a call is refused, and the message.
 _REFUSED: dict[str, dict[str, tuple[Callable[..., bool], str]]] = {
-    "accelerate.utils.dataclasses": {"MegatronLMPlugin.set_network_size_args": (_rebuilt, _ACCELERATE)},
+    "accelerate.utils.dataclasses": {"MegatronLMPlugin.set_network_size_args": (_has_scheme_type, _ACCELERATE)},
     # The two modules that import the function; DeepSpeed may have been imported before.
-    "deepspeed.module_inject.replace_module": {"policy_to_ds_container": (_injected, _DEEPSPEED)},
-    "deepspeed.runtime.hybrid_engine": {"policy_to_ds_container": (_injected, _DEEPSPEED)},
+    "deepspeed.module_inject.replace_module": {"policy_to_ds_container": (_injects_kernels, _DEEPSPEED)},
+    "deepspeed.runtime.hybrid_engine": {"policy_to_ds_container": (_injects_kernels, _DEEPSPEED)},
     "liger_kernel.transformers.monkey_patch": {
-        "_patch_rms_norm_module": (_patched, _LIGER),
-        "_patch_layer_norm_module": (_patched, _LIGER),
+        "_patch_rms_norm_module": (_patches_scaled_norm, _LIGER),
+        "_patch_layer_norm_module": (_patches_scaled_norm, _LIGER),
     },
-    "trl.trainer.utils": {"add_fused_lm_head": (_scaled_logits, _TRL)},
+    "trl.trainer.utils": {"add_fused_lm_head": (_has_logits_scaling, _TRL)},
 }
 
 

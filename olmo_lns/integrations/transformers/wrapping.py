@@ -13,14 +13,14 @@ from olmo_lns.schemes import PRE_LN, Scheme
 _AUTO = "transformers.models.auto"
 
 
-def name_configs(module: Any) -> None:
+def add_configs(module: Any) -> None:
     """Extend transformers' table of configs: it has ``lns_<type>`` for every ``<type>``."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
             if (stock := stock_type(key)) is None or stock not in self:
                 return original(self, key)
-            from olmo_lns.integrations.transformers.models import scheme_class  # imports torch, so only on use
+            from olmo_lns.integrations.transformers.classes import scheme_class  # imports torch, so only on use
 
             return scheme_class(original(self, stock))
 
@@ -34,7 +34,7 @@ def name_configs(module: Any) -> None:
     wrap(f"{_AUTO}.configuration_auto:get_class_from_dynamic_module", _find_remote, needed=False)
 
 
-def find_models(module: Any) -> None:
+def add_models(module: Any) -> None:
     """Extend the auto classes: they find the model class or tokenizer of a scheme's config by the stock config."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def find_models(module: Any) -> None:
             folder = str(pretrained_model_name_or_path)
             model_type = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
             if model_type is not None and stock_type(model_type) is None and Path(folder).is_dir():
-                from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
+                from olmo_lns.integrations.transformers.classes import describe_setting, saved_scheme
 
                 saved = saved_scheme(folder, local_files_only=True)
                 require_same(saved, PRE_LN, source=folder, setting=describe_setting)
@@ -87,7 +87,7 @@ def _find_remote(original: Callable[..., Any]) -> Callable[..., Any]:
         except AttributeError:  # the module has no class of this name
             if stock == class_reference:
                 raise
-        from olmo_lns.integrations.transformers.models import scheme_class
+        from olmo_lns.integrations.transformers.classes import scheme_class
 
         return scheme_class(original(stock, *args, **kwargs))
 
@@ -101,7 +101,7 @@ def refuse_stock_configs(module: Any) -> None:
         def from_dict(cls: Any, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
             model_type = config_dict.get("model_type") if isinstance(config_dict, dict) else None
             if (stock := stock_type(model_type)) is not None and stock == cls.model_type:
-                from olmo_lns.integrations.transformers.models import describe_setting, scheme_in
+                from olmo_lns.integrations.transformers.classes import describe_setting, scheme_in
 
                 source = config_dict.get("_name_or_path") or "config.json"
                 require_same(scheme_in(config_dict), PRE_LN, source=source, setting=describe_setting)
@@ -118,7 +118,7 @@ def refuse_stock_models(module: Any) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def post_init(self: Any) -> None:  # every constructor ends with it
             if hasattr(self.config, "lns_made_of"):
-                from olmo_lns.integrations.transformers.models import require_scheme_class
+                from olmo_lns.integrations.transformers.classes import require_scheme_class
 
                 require_scheme_class(self)
             original(self)
@@ -130,7 +130,7 @@ def refuse_stock_models(module: Any) -> None:
 
 def _scheme_class(stock_class: Any) -> Any:
     """Return the scheme class of a stock model class; a tokenizer or processor unchanged."""
-    from olmo_lns.integrations.transformers.models import scheme_class
+    from olmo_lns.integrations.transformers.classes import scheme_class
 
     # By name: transformers.modeling_utils may have been reloaded since the class was made.
     base_names = {f"{kind.__module__}.{kind.__name__}" for kind in getattr(stock_class, "__mro__", ())}
@@ -150,7 +150,7 @@ def convert_weights(module: Any) -> None:
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
 
 
-def adapter_targets(module: Any) -> None:
+def add_adapter_targets(module: Any) -> None:
     """Add PEFT's default target modules of each family for ``lns_<type>``."""
     for name, table in vars(module).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
@@ -173,7 +173,7 @@ def compare_on_resume(module: Any) -> None:
 
     def make(train: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            from olmo_lns.integrations.transformers.models import describe_setting, saved_scheme
+            from olmo_lns.integrations.transformers.classes import describe_setting, saved_scheme
             from olmo_lns.sites import read_back
 
             if getattr(self.model, "config", None) is None:  # not a model of transformers
