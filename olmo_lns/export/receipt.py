@@ -15,6 +15,7 @@ import copy
 import itertools
 import json
 import math
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, An
     :param dtype: dtype of the export; None keeps the dtype of each weight.
     :returns: the entries. ``rounding`` is the largest difference between the logits in fp32 and the logits of the same,
         unfolded model in the dtype of the export. If the model cannot run on this machine, as some mixtures of experts
-        that need a GPU, ``not_run`` gives the reason, and there are no logits.
+        that need a GPU, ``not_run`` gives the reason, and there are no logits. Any other error of its forward, such
+        as one for lack of memory, is raised.
     """
     model: Any = opened.model
     entries: dict[str, Any] = {"scheme": str(opened.scheme)}
@@ -58,7 +60,9 @@ def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, An
         rounded = logits(in_dtype, inputs).double()
         del in_dtype
         values = logits(model.float(), inputs)
-    except (RuntimeError, ImportError, NotImplementedError) as error:
+    except (RuntimeError, ImportError) as error:
+        if not _lacks_kernel(error, model):
+            raise
         return entries | {"not_run": f"{type(error).__name__}: {error}"}
     finally:  # exact: every value of the narrower dtype is one of fp32
         for parameter, saved in dtypes.items():
@@ -67,6 +71,21 @@ def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, An
     entries |= {"tokens": kept.tolist(), "logits": values[..., kept].tolist(), "largest": float(values.abs().max())}
     entries["rounding"] = float((rounded - values.double()).abs().max())
     return entries | {"prompt": None if inputs.is_floating_point() else inputs.tolist()}
+
+
+def _lacks_kernel(error: Exception, model: nn.Module) -> bool:
+    """Return true if a model did not run because this machine, or torch's CPU code, has no kernel for an operation.
+
+    PyTorch raises NotImplementedError for an operation without a kernel, and a RuntimeError that says so for a dtype. A
+    kernel for GPUs that gets a tensor on the CPU names the device that it expects.
+    """
+    if isinstance(error, (ImportError, NotImplementedError)):
+        return True
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return (
+        on_cpu
+        and re.search(r"\b(cuda|gpu|xpu)\b|not implemented for|not supported on cpu", str(error), re.I) is not None
+    )
 
 
 def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.exports import export, refused, relative, verify
 from support.transformers_models import inputs, stock
 
-from olmo_lns.export.receipt import FILE
+from olmo_lns import sites
+from olmo_lns.export.opened import Opened
+from olmo_lns.export.receipt import FILE, of_trained
 from olmo_lns.integrations.transformers import apply, register
 
 register()
@@ -132,3 +135,14 @@ def test_a_version_that_computes_another_function_is_named(tmp_path, capsys):
     assert export(tmp_path / "lns", tmp_path / "out") == 0
     assert "warning: transformers 4.48 computes YaRN from max_position_embeddings" in capsys.readouterr().out
     assert "exists" in refused(capsys, tmp_path / "lns", tmp_path / "out")
+
+
+def test_only_a_missing_kernel_leaves_a_receipt_without_logits():
+    """A model that runs nowhere must not be exported as one that only does not run here."""
+    llama = apply(stock("llama"), trained=True)
+    opened = Opened(llama, "hf", sites.read_back(llama), Path("folder"), max_length=8)
+    assert "logits" in of_trained(opened)
+    assert "not implemented for 'Float8" in of_trained(opened, torch.float8_e4m3fn)["not_run"]
+    llama.lm_head = torch.nn.Linear(1, 96)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        of_trained(opened)

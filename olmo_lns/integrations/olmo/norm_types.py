@@ -192,11 +192,13 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
 
     def wrapped(cls: Any, path: Any, overrides: Any = None, key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        from olmo.config import ModelConfig
+
         for override in overrides or ():
             _check_override(override)
         config = load(cls, path, overrides, key, *args, **kwargs)
-        model = {"TrainConfig": getattr(config, "model", None), "ModelConfig": config}.get(cls.__name__)
-        if model is not None and has_scheme(model.layer_norm_type):
+        model = config if isinstance(config, ModelConfig) else getattr(config, "model", None)
+        if isinstance(model, ModelConfig) and has_scheme(model.layer_norm_type):
             place = [key] if key else []
             place += ["model"] if model is not config else []
             _resolve(model, path, ".".join([*place, "layer_norm_type"]))

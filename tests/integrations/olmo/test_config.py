@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 from olmo.config import LayerNormType, ModelConfig, TrainConfig
@@ -48,6 +49,18 @@ def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, o
     config.save(tmp_path / "saved.yaml")
     assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
     assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
+
+
+@dataclass
+class OwnConfig(TrainConfig):
+    """The config of a training script that adds settings to OLMo's."""
+
+    comment: str = ""
+
+
+def test_a_bare_scheme_keeps_the_base_norm_in_a_config_class_of_ones_own(tmp_path):
+    config = OwnConfig.load(write(tmp_path, "default"), ["model.layer_norm_type=lns"])
+    assert config.model.layer_norm_type is LayerNormType["lns_default"]
 
 
 @pytest.mark.parametrize(
