@@ -12,8 +12,7 @@ WITHOUT_OLMO = importlib.util.find_spec("olmo") is None
 collect_ignore_glob = ["integrations/olmo/*", "upstream/olmo/*"] if WITHOUT_OLMO else []
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
+def _skip_without_olmo():
     """Skip a test that imports OLMo where OLMo is not installed, as on Python 3.13."""
     try:
         return (yield)
@@ -23,6 +22,11 @@ def pytest_pyfunc_call():
         raise
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    return (yield from _skip_without_olmo())
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """Put the files with slow tests first, so that no worker starts a long file when the others are done."""
@@ -30,7 +34,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_runtest_setup(item):
     """Collect and freeze before the first test of every file.
 
@@ -42,3 +46,4 @@ def pytest_runtest_setup(item):
         _frozen = file
         gc.collect()
         gc.freeze()
+    return (yield from _skip_without_olmo())

@@ -1,5 +1,6 @@
 """The start-up hook and ``wrap``. A test of the hook runs in a new interpreter, or in a fork of one that has imported torch."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import olmo_lns
 from olmo_lns import hook
 from olmo_lns.errors import UpstreamChangedError
 
+needs_olmo = pytest.mark.skipif(importlib.util.find_spec("olmo") is None, reason="needs ai2-olmo")
 HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
 BOOT = f"""
 import sys
@@ -49,6 +51,7 @@ def build():
 BUILT = "[1.0, 0.707]"
 
 
+@needs_olmo
 def test_importing_the_real_olmo_is_enough_and_a_disabled_hook_imports_nothing():
     code = "import olmo.train\nfrom olmo_lns.hook import is_wrapped\nprint(build(), is_wrapped(olmo.train.Trainer.fit))"
     assert before_olmo(BUILD + code) == f"{BUILT} True"
@@ -130,6 +133,7 @@ sys.path_importer_cache.clear()
 }  # fmt: skip
 
 
+@needs_olmo
 @pytest.mark.parametrize("name", FINDERS)
 def test_the_plugin_is_loaded_where_another_finder_answers_first(name):
     if name in ("typeguard", "jaxtyping"):
@@ -137,6 +141,7 @@ def test_the_plugin_is_loaded_where_another_finder_answers_first(name):
     assert before_olmo(f"{FINDERS[name]}\n{BUILD}print(build())") == BUILT
 
 
+@needs_olmo
 def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use():
     lazy = f"{OTHER_FINDER}change = lambda spec: util.LazyLoader(spec.loader)\n{BUILD}print(build())"
     assert (done := before_olmo(lazy)) == BUILT or "UpstreamChangedError" in done
@@ -172,6 +177,7 @@ AGAIN = {
 }  # fmt: skip
 
 
+@needs_olmo
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_module_that_is_executed_again_is_wrapped_again_and_once(name):
     code = """

@@ -88,13 +88,13 @@ def saved(tmp_path_factory):
 
 
 def again(saved, folder, change):
-    """A copy of the iteration whose arguments are changed."""
+    """A copy of the iteration whose arguments are changed. They are in a file, as before Megatron Core 0.19."""
     folder.mkdir()
     for path in (saved / "iter_0000010").iterdir():
         os.link(path, folder / path.name)
     common = read(saved).common
     change(common)
-    (folder / COMMON).unlink()
+    (folder / COMMON).unlink(missing_ok=True)
     torch.save(common, folder / COMMON)
     return folder
 
