@@ -197,12 +197,16 @@ class Grouped(PicklableSubclass):
         return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm does not promote
 
 
-def check_forward(block: Any, where: str, *, only_scales_norms: bool) -> None:
+def check_forward(
+    block: Any, where: str, *, only_scales_norms: bool, like: probe.BlockSites | None = None
+) -> probe.BlockSites | None:
     """Run a narrow copy of OLMo's own block before it is changed.
 
     Under a scheme that keeps OLMo's forward, the block must read its stream through its two norms and nothing else.
     Under any other, :class:`SchemeBlock` with the plan of Pre-LN must compute what OLMo's forward does.
 
+    :param like: the result for an earlier block of the model. A block that computes the same is not probed again.
+    :returns: what the probe found, or None under a scheme that replaces OLMo's forward.
     :raises LNSConfigError: the block is not Pre-LN in its two norms.
     :raises MeasurementError: the block cannot be run, or OLMo's forward computes something else than this package's.
     """
@@ -210,8 +214,7 @@ def check_forward(block: Any, where: str, *, only_scales_norms: bool) -> None:
     x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
     if only_scales_norms:
         call = probe.Call((x,), {"attention_bias": None}, 0)
-        probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()))
-        return
+        return probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()), like=like)
     copied = probe.random_copy(narrow_block)
     with torch.no_grad():
         stock = copied(x, attention_bias=None)[0]
@@ -223,6 +226,7 @@ def check_forward(block: Any, where: str, *, only_scales_norms: bool) -> None:
             "and this package's with the plan of Pre-LN, expected none. Only schemes that multiply a norm, such as "
             "lns, run in this OLMo."
         )
+    return None
 
 
 def require_parts(block: Any, *, only_scales_norms: bool) -> None:

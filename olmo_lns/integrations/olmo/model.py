@@ -64,8 +64,10 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
     for block in numbered:
         blocks.require_parts(block, only_scales_norms=only_scales_norms)
     if not scheme.is_pre_ln:
+        found = None
         for number, block in enumerate(numbered, start=1):
-            blocks.check_forward(block, f"block {number}", only_scales_norms=only_scales_norms)
+            where = f"block {number}"
+            found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, like=found)
             blocks.apply_scheme(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
         measured = ["sites", "output", "gradient"] if only_scales_norms else ["block"]
