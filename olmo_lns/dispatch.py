@@ -16,7 +16,7 @@ from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
 from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
-from olmo_lns.shadow import is_absent
+from olmo_lns.shadow import has_no_values
 from olmo_lns.start_up import write_line
 
 __all__ = ["apply", "fold", "plain_initialization"]
@@ -266,6 +266,6 @@ def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: 
     found = nn.ModuleList(located.blocks_of(model))
     with initialization.marks_restored_on_failure(model):
         initialization.mark(list(found), located.projections, located.norms_of(model))
-        if any(map(is_absent, model.parameters())):
+        if any(map(has_no_values, model.parameters())):
             return "plain initialization: projections found; call it again in every process once the weights are drawn"
         return initialization.make_plain(model if not is_marked else found)

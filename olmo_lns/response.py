@@ -12,7 +12,7 @@ from typing import Any, Mapping
 import torch
 from torch import nn
 
-__all__ = ["Response", "first_output", "replace_first", "response"]
+__all__ = ["Response", "first_output", "measure_response", "replace_first"]
 
 
 def first_output(output: Any) -> Any:
@@ -70,7 +70,7 @@ class Response:
         return ""
 
 
-def response(module: nn.Module, width: int, shape: tuple[int, ...] = ()) -> Response:
+def measure_response(module: nn.Module, width: int, shape: tuple[int, ...] = ()) -> Response:
     """Run a norm on random rows with random parameters, forward and backward.
 
     The module's parameters are neither read nor changed, and may be on the meta device or hold ``main_grad``.
@@ -85,7 +85,7 @@ def response(module: nn.Module, width: int, shape: tuple[int, ...] = ()) -> Resp
     """
     if shape:
         try:
-            return response(module, width)
+            return measure_response(module, width)
         except Exception:
             return _response(module, (6, *shape[1:]))
     return _response(module, (6, 3, width))

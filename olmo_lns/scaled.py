@@ -21,7 +21,7 @@ import torch
 
 from olmo_lns.errors import MeasurementError
 from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
-from olmo_lns.response import Response, first_output, replace_first, response
+from olmo_lns.response import Response, first_output, measure_response, replace_first
 from olmo_lns.schemes import Plan
 
 
@@ -199,14 +199,14 @@ def scale(
     :param mixin: a class that is tried instead of :class:`ScaledGainNorm`, under the same conditions.
     :param plan_without_factor: the plan that the module computes without this factor.
     :param factor_name: the field of the plan which the factor sets.
-    :param respond: a function that measures the module. The default is :func:`olmo_lns.response.response`, which
-        expects a norm.
+    :param respond: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
+        which expects a norm.
     :raises MeasurementError: if neither way results in ``factor`` times the output before. The module is left
         unchanged.
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
-    respond = respond or functools.partial(response, width=width, shape=shape)
+    respond = respond or functools.partial(measure_response, width=width, shape=shape)
     stock: Any = type(module)
     try:
         stock_response, problem = respond(module), ""

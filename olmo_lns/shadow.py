@@ -11,20 +11,17 @@ also right for the model.
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import math
-import types
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from olmo_lns.copying import OF_MODULES, deep_copy
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
-__all__ = ["RandomWeights", "device_of", "is_absent", "real_default_device", "same_modules", "shadow", "to_device"]
+__all__ = ["RandomWeights", "device_of", "has_no_values", "real_default_device", "runnable_copy", "to_device"]
 
 #: How many random numbers are drawn. Longer tensors repeat them. The number is prime, so that the rows of a matrix
 #: differ.
@@ -33,11 +30,7 @@ _DRAWN = 1_000_003
 _STEP, _STARTS = 7919, 99_991
 
 
-#: Attributes in which ``nn.Module`` itself stores tensors, modules and hooks.
-_OF_MODULES = {"_parameters", "_buffers", "_modules", *(name for name in vars(nn.Module()) if "hook" in name)}
-
-
-def is_absent(parameter: torch.Tensor) -> bool:
+def has_no_values(parameter: torch.Tensor) -> bool:
     """Return true for a parameter that is on the meta device or partitioned by DeepSpeed ZeRO-3."""
     return parameter.is_meta or (parameter.numel() == 0 and hasattr(parameter, "ds_shape"))
 
@@ -57,7 +50,7 @@ def device_of(model: nn.Module) -> torch.device:
     Before its weights exist, this is the CUDA device of ``torch.cuda.set_device``, or the CPU if there is no CUDA.
     """
     first = next(model.parameters(), None)
-    if first is not None and not any(map(is_absent, model.parameters())):
+    if first is not None and not any(map(has_no_values, model.parameters())):
         return first.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -67,126 +60,6 @@ def real_default_device(model: nn.Module) -> Iterator[None]:
     """Use the model's device as torch's default device if the default is the meta device."""
     with device_of(model) if torch.get_default_device().type == "meta" else contextlib.nullcontext():
         yield
-
-
-def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module, including what :func:`copy.deepcopy` does not copy.
-
-    An attribute may be a function that refers to a module, such as ``lambda x: m.c_proj(x)``. In the copy it refers to
-    the copied module. Attributes that cannot be copied, such as a process group or a lock, are shared.
-
-    :param memo: id of an object -> its copy, as for :func:`copy.deepcopy`.
-    :raises MeasurementError: if a module returns itself instead of a copy.
-    """
-    try:
-        copies = dict(memo)
-        copied = copy.deepcopy(module, copies)
-    except Exception:
-        attributes = [
-            each
-            for part in module.modules()
-            for name, value in vars(part).items()
-            if name not in _OF_MODULES
-            for each in (value, *_elements(value))
-        ]
-        copies = memo | {id(each): each for each in attributes if not _can_be_copied(each)}
-        copied = copy.deepcopy(module, copies)
-    originals = {each: name for name, each in module.named_modules()}
-    if shared := [originals[part] for part in copied.modules() if part in originals]:
-        raise MeasurementError(f"{shared[0] or type(module).__name__} gives itself instead of a copy to copy.deepcopy")
-    for part in copied.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, (types.FunctionType, functools.partial)):
-                vars(part)[name] = _copy_of(value, copies)
-    return copied
-
-
-def _elements(value: Any) -> list[Any]:
-    return [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, (list, tuple)) else []
-
-
-def _can_be_copied(value: Any) -> bool:
-    if value is None or isinstance(value, (torch.Tensor, nn.Module, str, int, float, bool, type, types.FunctionType)):
-        return True
-    if isinstance(value, (dict, list, tuple, types.MethodType)):
-        return True  # its elements are tried one by one
-    try:
-        copy.deepcopy(value)
-    except Exception:
-        return False
-    return True
-
-
-def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the copy of an object that a function refers to, or the object itself if it was not copied."""
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
-        return types.MethodType(value.__func__, memo[id(value.__self__)])
-    if isinstance(value, functools.partial):
-        function, arguments = _copy_of(value.func, memo), [_copy_of(each, memo) for each in value.args]
-        return functools.partial(function, *arguments, **{k: _copy_of(v, memo) for k, v in value.keywords.items()})
-    return _rebound(value, memo) if isinstance(value, types.FunctionType) else value
-
-
-def _rebound(function: Any, memo: dict[int, Any]) -> Any:
-    """Return a function whose closure refers to copies of the objects in the closure of ``function``."""
-    cells = function.__closure__ or ()
-    contents = [getattr(cell, "cell_contents", None) for cell in cells]  # an empty cell has none
-    copies = [_copy_of(value, memo) for value in contents]
-    if all(a is b for a, b in zip(contents, copies, strict=True)):
-        return function
-    closure = tuple(types.CellType(value) for value in copies)
-    rebound = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    return rebound
-
-
-@contextlib.contextmanager
-def read_only(model: nn.Module) -> Iterator[None]:
-    """Raise a RuntimeError before an operation writes to a parameter.
-
-    Some models do this in a forward in training mode, for example to update the weights of a teacher.
-    """
-    saved = [(parameter, parameter.data) for parameter in model.parameters()]
-    memory = {parameter.untyped_storage().data_ptr() for parameter, _ in saved if not is_absent(parameter)}
-    try:
-        with _NoWrites(memory):
-            yield
-    finally:
-        for parameter, data in saved:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-
-
-class _NoWrites(TorchDispatchMode):
-    """Raise before an operation writes to one of these storages."""
-
-    def __init__(self, memory: set[int]) -> None:
-        super().__init__()
-        self.memory = memory
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                self._check(argument, value)
-            for argument in func._schema.arguments:
-                self._check(argument, kwargs.get(argument.name))
-        return func(*args, **kwargs)
-
-    def _check(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
-        for leaf in tree_leaves(value):
-            if (
-                torch.is_tensor(leaf)
-                and leaf.layout == torch.strided
-                and leaf.untyped_storage().data_ptr() in self.memory
-            ):
-                raise RuntimeError("a forward writes to a parameter")
 
 
 class RandomWeights:
@@ -222,7 +95,7 @@ class RandomWeights:
             values[id(parameter)] = self._parameter(parameter, number, dtype, device)
         for part in module.modules():
             # Some models keep tables as plain attributes.
-            attributes = tree_leaves([value for name, value in vars(part).items() if name not in _OF_MODULES])
+            attributes = tree_leaves([value for name, value in vars(part).items() if name not in OF_MODULES])
             for tensor in (*part._buffers.values(), *attributes):
                 if torch.is_tensor(tensor) and tensor.is_meta:
                     values.setdefault(id(tensor), _filled(tensor, device))
@@ -271,7 +144,7 @@ def _filled(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return filled if like.is_floating_point() or like.is_complex() or like.dtype == torch.bool else filled.zero_()
 
 
-def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
+def runnable_copy(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
     """Return a copy of ``model`` that can be run although the weights of the model do not exist.
 
     The copy is on the device :func:`device_of` of the model, and has the dtypes of its parameters.
@@ -280,7 +153,7 @@ def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
     :raises LNSConfigError: if the weights are quantized.
     :raises MeasurementError: if the model cannot be copied.
 
-    Example: ``shadow(model)(torch.zeros(1, 8, dtype=torch.long))``.
+    Example: ``runnable_copy(model)(torch.zeros(1, 8, dtype=torch.long))``.
     """
     if any(map(is_quantized, model.parameters())):
         raise LNSConfigError(
@@ -296,20 +169,6 @@ def shadow(model: nn.Module, weights: RandomWeights | None = None) -> nn.Module:
             "sharded."
         ) from error
     return copied
-
-
-def same_modules(modules: Iterable[nn.Module], of: nn.Module, to: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``to`` that have the names of these modules of ``of``.
-
-    :raises LNSConfigError: a module is not part of ``of``.
-    """
-    names = {module: name for name, module in of.named_modules()}
-    if strangers := [type(module).__name__ for module in modules if module not in names]:
-        raise LNSConfigError(
-            f"{strangers[0]} is not a module of {type(of).__name__}. Expected modules of the model itself. "
-            "Take them from the model, such as model.layers."
-        )
-    return [to.get_submodule(names[module]) for module in modules]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -26,13 +26,12 @@ ORDER = [
     ("folding", "start_up", "records"),
     ("sites",),
     ("scaled",),
-    ("given_norms",),
-    ("trace",),
+    ("whole_model",),
     ("probe", "hook"),
     ("response", "initialization", "shadow"),
     ("norm", "gains", "arms"),
     ("schemes",),
-    ("arguments", "extras", "frameworks", "settings", "processes", "temporary", "text", "tokenizers"),
+    ("arguments", "copying", "extras", "frameworks", "settings", "processes", "temporary", "text", "tokenizers"),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

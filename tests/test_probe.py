@@ -1,69 +1,117 @@
-"""A norm of unknown arithmetic has its output multiplied. Models: tests/integrations/test_any_model.py."""
+"""The probe finds the norms through which a block reads its stream. Whole models: tests/integrations/test_kinds.py."""
+
+import inspect
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from olmo_lns.errors import MeasurementError
-from olmo_lns.scaled import Scaled, ScaledOutput, scale
+from olmo_lns import probe
+from olmo_lns.errors import LNSConfigError
 
-D = 32
-
-
-def test_a_norm_without_what_its_mixin_reads_has_its_output_multiplied():
-    norm, misread = nn.RMSNorm(D), {"forward": lambda self, x: x * self.variance_epsilon}
-    scale(norm, 0.5, where="a", width=D, mixin=type("Misread", (Scaled,), misread))
-    assert isinstance(norm, ScaledOutput)
-    with pytest.raises(MeasurementError, match="rows of 16"):
-        scale(nn.RMSNorm(D), 0.5, where="a", width=16)
+D = 16
+CALL = probe.Call((torch.randn(2, 8, D, generator=torch.Generator().manual_seed(1)),), {}, 0)
 
 
-class Stale(nn.Module):
-    """Reads eps elsewhere than its old attribute says."""
+def test_the_example_of_the_docstring_gives_what_it_says():
+    lines = inspect.getdoc(probe).split(".. code-block:: python\n\n")[1].split("\n\nRead the")[0].splitlines()
+    *code, last = [line[4:] for line in lines]
+    call, expected = last.split("  # ")
+    names = {"torch": torch, "probe": probe}
+    exec("\n".join(code), names)
+    assert eval(call, names) == eval(expected) == ("norm1", "norm2")
 
+
+class PreLN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight, self.eps, self.variance_epsilon = nn.Parameter(torch.ones(D)), 1e-6, 1e-5
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attn, self.up, self.down = nn.Linear(D, D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def mix(self, x):
+        return self.attn(x).cumsum(1)
+
+    def mlp(self, x):
+        return self.down(self.up(x).relu())
 
     def forward(self, x):
-        return F.rms_norm(x, (D,), self.weight, self.eps)
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(self.norm2(y))
 
 
-class Clamped(Stale):
+class PostLN(PreLN):
     def forward(self, x):
-        return F.rms_norm(x.clamp(-1000, 1000), (D,), self.weight, self.variance_epsilon)
+        y = self.norm1(x + self.mix(x))
+        return self.norm2(y + self.mlp(y))
 
 
-class MayAdd(Stale):
-    def forward(self, x, residual=None):
-        return F.rms_norm(x if residual is None else x + residual, (D,), self.weight, self.variance_epsilon)
-
-
-class Asked(Scaled):
-    """The arithmetic that is known for a norm of this name."""
-
+class Bypassed(PreLN):
     def forward(self, x):
-        return F.rms_norm(x, (D,), self.weight * self.lns_factor, self.variance_epsilon)
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(y)
 
 
-@pytest.mark.parametrize("kind", [Stale, Clamped, MayAdd])
-def test_a_norm_that_computes_otherwise_than_is_known_has_its_output_multiplied(kind):
-    norm, stock = kind(), kind()
-    scale(norm, 0.5, where="a", width=D, mixin=Asked)
-    assert isinstance(norm, ScaledOutput)
-    x = torch.randn(4, D, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-3], [1.0], [1.0], [3e4]])
-    torch.testing.assert_close(norm(x), 0.5 * stock(x))
-
-
-class Promoting(Scaled):
-    """Its arithmetic is right and its output is always fp32."""
-
+class FunctionalSandwich(PreLN):
     def forward(self, x):
-        return (self.lns_factor * super().forward(x.to(self.weight.dtype))).float()
+        y = x + self.mix(self.norm1(x))
+        return y + torch.nn.functional.layer_norm(self.mlp(self.norm2(y)), (D,))
 
 
-def test_a_mixin_with_another_output_dtype_is_not_used():
-    norm = nn.LayerNorm(D, dtype=torch.bfloat16)
-    scale(norm, 0.5, where="a", width=D, mixin=Promoting)
-    assert isinstance(norm, ScaledOutput) and norm(torch.ones(2, D, dtype=torch.bfloat16)).dtype is torch.bfloat16
+class OneBranch(PreLN):
+    def forward(self, x):
+        return x + self.mlp(self.norm1(x) * self.norm2(x))
+
+
+class BypassedWithGradients(PreLN):
+    def forward(self, x):
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(y if torch.is_grad_enabled() and not self.training else self.norm2(y))
+
+
+class BypassedInTraining(PreLN):
+    def forward(self, x):
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(y if self.training else self.norm2(y))
+
+
+class BypassedUnderAutocast(PreLN):
+    def forward(self, x):
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(y if torch.is_autocast_enabled("cpu") else self.norm2(y))
+
+
+@pytest.mark.parametrize(
+    "block, reason",
+    [
+        (PostLN, "do not separate its branches from the stream"),
+        (Bypassed, "do not separate its branches from the stream"),
+        (FunctionalSandwich, r"ends in a norm that is a function \(Sandwich-LN\)"),
+        (OneBranch, "it has one branch, after norm1 and norm2"),
+        (BypassedWithGradients, "in eval mode with gradients its branches bypass norm1 and norm2"),
+        (BypassedInTraining, "in training mode its branches bypass norm1 and norm2"),
+        (BypassedUnderAutocast, "under autocast its branches bypass norm1 and norm2"),
+    ],
+)
+def test_a_block_that_a_scheme_cannot_scale_is_refused_with_the_reason(block, reason):
+    with pytest.raises(LNSConfigError, match=reason):
+        probe.pre_ln_sites(block(), CALL)
+
+
+def test_the_second_block_of_a_structure_has_the_result_of_the_first_and_a_different_block_has_its_own():
+    first = probe.pre_ln_sites(PreLN(), CALL)
+    assert probe.pre_ln_sites(PreLN(), CALL, known_result=first) is first
+
+    class Doubled(PreLN):
+        def mlp(self, x):
+            return 2 * super().mlp(x)
+
+    other = probe.pre_ln_sites(Doubled(), CALL, known_result=first)
+    assert other is not first and other.names == first.names == ("norm1", "norm2")
+
+
+def test_the_probe_neither_changes_the_block_nor_the_random_state():
+    block, state = PreLN(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    probe.pre_ln_sites(block, CALL)
+    torch.testing.assert_close(block.state_dict(), before, rtol=0, atol=0)
+    assert block.training and torch.equal(torch.get_rng_state(), state)

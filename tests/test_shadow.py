@@ -140,7 +140,7 @@ def storage(model):
 def test_a_shadow_takes_the_memory_of_its_largest_parameters():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(24)))
-    copied = shadow.shadow(model)
+    copied = shadow.runnable_copy(model)
     largest = 4 * 1024 * 4096
     assert storage(copied) < 2 * largest + 2e6  # one for each width, and the biases
     first, second = copied[0][0].weight.detach(), copied[1][0].weight.detach()
@@ -149,7 +149,7 @@ def test_a_shadow_takes_the_memory_of_its_largest_parameters():
 
 
 def test_tied_parameters_stay_tied_and_buffers_have_values():
-    copied = shadow.shadow(on_meta(mixed))
+    copied = shadow.runnable_copy(on_meta(mixed))
     assert copied.head.weight is copied.embedding[0].weight
     assert not any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers()))
 

@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from olmo_lns import probe, trace
+from olmo_lns import probe
 from olmo_lns.errors import LNSError
 from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
 from olmo_lns.temporary import replaced_attribute
+from olmo_lns.whole_model import blocks
+from olmo_lns.whole_model.trace import call_of
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -37,7 +39,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
         if path is not None:
             return list(model.get_submodule(path).children())
         with any_model.undisturbed(model):
-            return trace.find_blocks(model, any_model.forward(model)).blocks
+            return blocks.find_blocks(model, any_model.forward(model)).blocks
     except (LNSError, AttributeError) as error:
         raise LNSError(
             f"The blocks were not found. {error} For a diagnostic, name the list of blocks with --blocks."
@@ -87,7 +89,7 @@ def _observed(block: nn.Module, index: int, observer: Observer) -> Callable[...,
 
     def call(*args: Any, **kwargs: Any) -> Any:
         returned = run(*args, **kwargs)
-        if (found := trace.call_of(args, kwargs, returned)) is None:
+        if (found := call_of(args, kwargs, returned)) is None:
             raise LNSError(
                 f"{type(block).__name__} takes {len(args)} arguments and {sorted(kwargs)}, and returns a "
                 f"{type(returned).__name__}. A transformer block takes a hidden state and returns one of the same "

@@ -20,13 +20,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from olmo_lns import given_norms, initialization, probe, records, shadow, sites, start_up, trace
+from olmo_lns import initialization, probe, records, shadow, sites, start_up
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.norm import NormArithmetic
 from olmo_lns.processes import is_first_process
-from olmo_lns.response import first_output, replace_first, response
+from olmo_lns.response import first_output, measure_response, replace_first
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
+from olmo_lns.whole_model.blocks import Blocks, find_blocks
+from olmo_lns.whole_model.given_norms import check_given_norms
+from olmo_lns.whole_model.names import norms_example
+from olmo_lns.whole_model.stream import require_residual_stream
+from olmo_lns.whole_model.trace import Trace
+from olmo_lns.whole_model.training import require_same_in_training
 
 #: A function that returns the arithmetic of a norm, or None if it is unknown.
 ArithmeticOf = Callable[[nn.Module], NormArithmetic | None]
@@ -117,7 +123,7 @@ def require_weights(model: nn.Module) -> None:
     :raises LNSConfigError: if weights are on the meta device, partitioned, or offloaded by accelerate.
     """
     refuse_offloaded(model)
-    if any(map(shadow.is_absent, model.parameters())):
+    if any(map(shadow.has_no_values, model.parameters())):
         raise LNSConfigError(
             f"The weights of {type(model).__name__} are on the meta device or partitioned. Expected a model with all "
             "of its weights. Load or gather them first."
@@ -322,8 +328,8 @@ def locate(
         raise LNSConfigError("blocks= and norms= were both given. Give one of them.")
     weights = shadow.RandomWeights()
     with shadow.real_default_device(model):
-        if any(map(shadow.is_absent, model.parameters())):
-            copied, device = shadow.shadow(model, weights), shadow.device_of(model)
+        if any(map(shadow.has_no_values, model.parameters())):
+            copied, device = shadow.runnable_copy(model, weights), shadow.device_of(model)
             names = {module: name for name, module in model.named_modules()}
 
             def same(module: Any) -> Any:
@@ -356,13 +362,13 @@ def _locate(
 ) -> Located:
     with undisturbed(model):
         if norms is None:
-            found = trace.find_blocks(model, run, blocks)
+            found = find_blocks(model, run, blocks)
             pairs: list[tuple[nn.Module, ...] | None] = [None] * len(found.blocks)
             stack: list[nn.Module | None] = [*found.blocks]
         else:
-            given = given_norms.given_norms(model, norms, run)
-            found, pairs, stack = trace.Blocks("", [], given.trace), [*given.pairs], given.blocks
-        advice = "" if norms else f"Or give its norms: {trace.norms_example(model, found.trace)}."
+            given = check_given_norms(model, norms, run)
+            found, pairs, stack = Blocks("", [], given.trace), [*given.pairs], given.blocks
+        advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
         hooked = [name for block, each in probes for name in _norms_to_hook(block, each, arithmetic_of)]
     names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
@@ -370,12 +376,12 @@ def _locate(
     if found.blocks:
         with undisturbed(model):
             members = [norm for each in block_norms for norm in each]
-            trace.require_residual_stream(model, found.blocks, members, found.trace, run)
+            require_residual_stream(model, found.blocks, members, found.trace, run)
     if norms is None and blocks is None:
         with undisturbed(model):
             probe.set_training(model, True)
             members = [norm for each in block_norms for norm in each]
-            trace.require_same_in_training(model, found.blocks, members, found.trace, run)
+            require_same_in_training(model, found.blocks, members, found.trace, run)
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
@@ -430,7 +436,7 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
 def _probe_blocks(
     stack: Sequence[nn.Module | None],
     pairs: Sequence[tuple[nn.Module, ...] | None],
-    traced: trace.Trace,
+    traced: Trace,
     weights: shadow.RandomWeights,
     advice: str,
 ) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
@@ -454,40 +460,40 @@ def _probe_blocks(
         inner = {module: name for name, module in block.named_modules()}
         names = None if pair is None else tuple(inner[norm] for norm in pair)
         key = (structure(block), names, tuple(tensor.shape for tensor in call.tensors()))
-        like = by_structure.get(key)
+        known = by_structure.get(key)
         found = probe.pre_ln_sites(
             block,
             call,
             where=f"block {number}",
             names=names,
-            like=like,
+            known_result=known,
             given=pair is not None,
             advice=advice,
             weights=weights,
         )
         by_structure.setdefault(key, found)
-        if found is not like:
+        if found is not known:
             probes.append((block, found))
         first = numbers.setdefault(key, number)
-        if like is not None and found is not like and found.names == like.names:
-            _require_no_factor(found, like, number, first)
+        if known is not None and found is not known and found.names == known.names:
+            _require_no_factor(found, known, number, first)
         norms.append(tuple(block.get_submodule(name) for name in found.names))
         projections.append(found.projections)
     return norms, probes, tuple(projections if len(projections) == len(norms) else ())
 
 
-def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: int, first: int) -> None:
+def _require_no_factor(found: probe.BlockSites, known: probe.BlockSites, number: int, first: int) -> None:
     """Refuse a model whose blocks multiply the outputs of their norms by 1/sqrt(l) themselves.
 
     The model of the paper's repository does this.
 
     :param found: the result for this block.
-    :param like: the result for an earlier block with the same structure.
+    :param known: the result for an earlier block with the same structure.
     :param number: number of this block.
     :param first: number of the earlier block.
     :raises LNSConfigError: if this block is the earlier one with the factor of its own number.
     """
-    if found.replay.equals_scaled(like, math.sqrt(first / number)):
+    if found.replay.matches_scaled(known.replay, math.sqrt(first / number)):
         raise LNSConfigError(
             f"block {number} ({type(found.replay.block).__name__}) is block {first} with its norms' outputs times "
             f"sqrt({first}/{number}): this model has LayerNorm Scaling in its own code. Expected a model without it, "
@@ -495,9 +501,7 @@ def _require_no_factor(found: probe.BlockSites, like: probe.BlockSites, number: 
         )
 
 
-def _require_one_run(
-    names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: trace.Trace
-) -> None:
+def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: Trace) -> None:
     """Check that each norm ran exactly once.
 
     :raises LNSConfigError: if a norm did not, because other code bypasses it or another part of the model shares it.
@@ -519,7 +523,7 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
-def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: trace.Trace) -> tuple[str, ...]:
+def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: Trace) -> tuple[str, ...]:
     """Return the names of what the example did not run.
 
     These are parts of the model with two norms or more, and single norms in the blocks.
@@ -584,7 +588,7 @@ def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arith
             each.train(trains)
             with torch.set_grad_enabled(grad):
                 outputs.append(replay.call.replay(each, replay.x).detach().double())
-        if not float((outputs[0] - outputs[1]).norm()) < replay.same * float(outputs[0].norm()):
+        if not float((outputs[0] - outputs[1]).norm()) < replay.tolerance * float(outputs[0].norm()):
             differing.append(f"in {'training' if trains else 'eval'} mode {'with' if grad else 'without'} gradients")
     return differing
 
@@ -678,7 +682,7 @@ def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
 
 def describe_initialization(model: nn.Module, located: Located) -> str:
     """Return what the start-up line says about the initialization, or ``""`` for trained weights."""
-    if located.projections and any(map(shadow.is_absent, model.parameters())):
+    if located.projections and any(map(shadow.has_no_values, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
     matrices = initialization.matrices_of(located.blocks_of(model))
     trained = initialization.trained_part(located.norms_of(model), matrices)
@@ -692,7 +696,7 @@ def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
     """
     stock = copy.deepcopy(norm)
     sites.restore(stock)
-    found, expected = (response(each, width, shape) for each in (norm, stock))
+    found, expected = (measure_response(each, width, shape) for each in (norm, stock))
     if problem := found.problem(expected, getattr(norm, "lns_scale", 1.0)):
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
 
@@ -705,7 +709,7 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
 
     :raises MeasurementError: if the two outputs differ.
     """
-    if not is_first_process() or any(map(shadow.is_absent, model.parameters())):
+    if not is_first_process() or any(map(shadow.has_no_values, model.parameters())):
         return
     run = forward(model, example)
     norms = [model.get_submodule(name) for names in located.norms for name in names]
@@ -750,7 +754,7 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
     if not is_first_process():
         return
     norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
-    if initialization and not any(map(shadow.is_absent, model.parameters())):
+    if initialization and not any(map(shadow.has_no_values, model.parameters())):
         measured = [*measured, "initialization"]
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for module in norms)
     line = start_up.start_up_line(

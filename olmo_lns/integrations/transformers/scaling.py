@@ -21,7 +21,7 @@ from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.shadow import device_of, is_absent
+from olmo_lns.shadow import device_of, has_no_values
 
 #: Families that draw a residual output projection at std / sqrt(2·L), and the projection's name in its module.
 DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
@@ -38,7 +38,7 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
     names = getattr(model.config, "lns_norms", None)
     weights = list(model.parameters())
     can_run = all(p.is_floating_point() and not hasattr(p, "placements") for p in weights)
-    if can_run and (names is None or not any(map(is_absent, weights))):
+    if can_run and (names is None or not any(map(has_no_values, weights))):
         model.config.lns_norms = locate_and_scale(model, scheme, initialization=initialization)
     elif names is not None:
         any_model.report(model, located_by_names(model, names), ["output", "gradient"])

@@ -11,10 +11,10 @@ from typing import Any, Callable, Sequence
 
 from torch import nn
 
-from olmo_lns import trace
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.whole_model.trace import Trace, trace_forward
 
-__all__ = ["GivenNorms", "given_norms"]
+__all__ = ["GivenNorms", "check_given_norms"]
 
 _FORM = "norms=[(block.norm1, block.norm2) for block in model.layers]"
 
@@ -30,10 +30,10 @@ class GivenNorms:
 
     pairs: list[tuple[nn.Module, ...]]
     blocks: list[nn.Module | None]
-    trace: trace.Trace
+    trace: Trace
 
 
-def given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> GivenNorms:
+def check_given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> GivenNorms:
     """Run the model once, and check the norms that the user passed against this forward.
 
     :param norms: for each block, from block 1, the norms in front of attention and feed-forward, or the one norm that
@@ -56,7 +56,7 @@ def given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) 
             if norm in seen:
                 raise LNSConfigError(f"norms=: {names[norm]} was given twice, again for block {number}. Give it once.")
             seen.add(norm)
-    traced = trace.record(model, run, model.modules())
+    traced = trace_forward(model, run, model.modules())
     counts = {names[norm]: traced.runs.get(norm, 0) for norm in seen}
     if wrong := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
@@ -93,7 +93,7 @@ def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
 
 
 def _require_pairs_of_one_module(
-    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str], traced: trace.Trace
+    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str], traced: Trace
 ) -> None:
     """Check that the two norms of each pair are in one block.
 
@@ -111,7 +111,7 @@ def _require_pairs_of_one_module(
             )
 
 
-def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: trace.Trace) -> None:
+def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: Trace) -> None:
     """Check that the user passed the norms of all blocks.
 
     :raises LNSConfigError: if another norm ran whose name differs only in its numbers from that of a passed norm.
@@ -135,7 +135,7 @@ def _block_of(
     model: nn.Module,
     pair: tuple[nn.Module, ...],
     others: set[nn.Module],
-    traced: trace.Trace,
+    traced: Trace,
     names: dict[nn.Module, str],
 ) -> nn.Module | None:
     """Return the block of a pair: the smallest module that contains both norms, takes the stream and ran once.

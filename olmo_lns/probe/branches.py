@@ -1,0 +1,157 @@
+"""Look at the branches of a block: how they are built, how they end, and how many read one norm.
+
+A branch is what the block adds to its stream from the output of one site. The functions change the output of a site or
+of a module inside of a branch, and compare what arrives in the stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from olmo_lns.probe.call import hooks
+from olmo_lns.probe.recognize import is_leaf, norm_input
+from olmo_lns.probe.replay import Change, Hook, Replay, roll_channels
+from olmo_lns.response import first_output
+
+
+def alike(replay: Replay) -> tuple[str, ...]:
+    """Return the names of the two branches if they are modules with the same structure, or else ``()``.
+
+    A branch is the module that contains one site but not the other, or that reads the output of one site.
+    """
+    if len(replay.names) != 2:
+        return ()
+    names = {module: name for name, module in replay.block.named_modules()}
+    readers = _readers(replay)
+    for pair in (
+        [_holder(replay, name) for name in replay.names],
+        [readers.get(name) for name in replay.names],
+    ):
+        first, second = pair
+        if first is None or second is None or first is second or not _is_built_like(first, second):
+            continue
+        if replay.is_added(first) and replay.is_added(second):  # a conditioned norm is not added
+            return names[first], names[second]
+    return ()
+
+
+def _readers(replay: Replay) -> dict[str, nn.Module]:
+    """Return the first module with children that reads the output of each site, if there is one."""
+    readers: dict[str, nn.Module] = {}
+    outputs: dict[int, str] = {}
+    kept: list[torch.Tensor] = []  # keeps the outputs alive, so that no other tensor gets their address
+
+    def wrote(name: str) -> Hook:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            kept.append(first_output(output))
+            outputs[kept[-1].data_ptr()] = name
+
+        return hook
+
+    def read(module: nn.Module, args: Any, kwargs: Any) -> None:
+        value = norm_input(args, kwargs)
+        if torch.is_tensor(value) and not is_leaf(module):
+            name = outputs.get(value.data_ptr())
+            if name is not None and replay.norms[name] not in set(module.modules()):
+                readers.setdefault(name, module)
+
+    handles = [module.register_forward_pre_hook(read, with_kwargs=True) for module in replay.block.modules()]
+    handles += [replay.norms[name].register_forward_hook(wrote(name)) for name in replay.names]
+    with hooks(handles):
+        replay.call.replay(replay.block, replay.x)
+    return readers
+
+
+def _holder(replay: Replay, name: str) -> nn.Module | None:
+    """Return the largest module in the block that contains this site and no other, or None if none does."""
+    others = {replay.norms[other] for other in replay.names if other != name}
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        module = replay.block.get_submodule(".".join(parts[:length]))
+        if not others.intersection(module.modules()):
+            return module
+    return None
+
+
+def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
+    """Return true if two modules have parts of the same names and classes, and parameters of the same shapes."""
+
+    def structure(module: nn.Module) -> Any:
+        classes = [(name, type(part)) for name, part in module.named_modules()]
+        return classes, [(name, parameter.shape) for name, parameter in module.named_parameters()]
+
+    return structure(one) == structure(other)
+
+
+def ends_in_function(replay: Replay, name: str) -> bool:
+    """Return true if all rows of the branch's output have the same size, however the output of its norm changes.
+
+    A norm without gain and bias gives such rows. Gains and biases are therefore neutralized during the check.
+
+    :param name: the site that the branch reads.
+    """
+
+    def by_row(y: torch.Tensor) -> torch.Tensor:
+        factors = torch.arange(1.0, 1.0 + y.shape[-2], device=y.device, dtype=y.dtype)
+        return factors[:, None] * y.roll(1, -1)
+
+    changes: tuple[Change, ...] = (torch.zeros_like, lambda y: y, by_row, lambda y: 3.0 * y.roll(2, -1))
+    with replay.without_biases():
+        zero, *moved = (replay.delta({replay.norms[name]: change}) for change in changes)
+    branch = torch.stack([each - zero for each in moved])
+    # A function may normalize each position, each position of an image, in the norm's order, or each example.
+    in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
+    views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]
+    for view in views:
+        sizes = view.norm(dim=-1)
+        if float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + replay.size_tolerance:
+            return True
+    return False
+
+
+def reads_norm_twice(replay: Replay) -> bool:
+    """Return true if the block adds two outputs to its stream, of which one mixes positions and the other does not.
+
+    These are the outputs of attention and feed-forward in a parallel block, whose branches read one norm.
+    """
+    (name,) = replay.names
+    here = torch.zeros_like(replay.x)
+    replay.as_norm_reads(name, here)[(0,) * (here.dim() - 1)].fill_(1.0)
+    if _mixes_and_does_not(replay, name, here):
+        return True
+    # A GroupNorm reads images that have their channels first.
+    here = torch.zeros_like(replay.x)
+    here.movedim(1, -1)[(0,) * (here.dim() - 1)].fill_(1.0)
+    return here.dim() > 3 and _mixes_and_does_not(replay, name, here)
+
+
+def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
+    """Change one position, and return true if one added output spreads the change and another does not.
+
+    :param name: the norm whose output is changed.
+    :param here: a mask in the shape of the stream, 1 for all channels of that position and 0 elsewhere.
+    """
+    in_norm = replay.as_norm_reads(name, here)
+    modules = [module for module in replay.block.modules() if module not in (replay.block, *replay.all_norms.values())]
+    change: dict[nn.Module, Change] = {
+        replay.norms[name]: lambda y: y + in_norm.reshape(y.shape) * (1.0 + y.roll(1, -1))
+    }
+    before, after = replay.outputs_of(modules, {}), replay.outputs_of(modules, change)
+    mixing: list[nn.Module] = []
+    others: list[nn.Module] = []
+    for module in [module for module in before if module in after and replay.is_added(module)]:
+        moved = (after[module] - before[module]).reshape(replay.x.shape)
+        inside, outside = float((moved * here).norm()), float((moved * (1 - here)).norm())
+        if inside + outside > 0:
+            (mixing if outside > 1e-6 * (inside + outside) else others).append(module)
+    # Both outputs may belong to one branch. The second is a separate branch only if the block still depends on it
+    # while the output that mixes positions is replaced by zeros.
+    for first, second in itertools.product(mixing, others):
+        held: dict[nn.Module, Change] = {first: torch.zeros_like}
+        if not replay.is_equal(replay.delta(held), replay.delta({**held, second: roll_channels})):
+            return True
+    return False

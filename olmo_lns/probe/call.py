@@ -1,0 +1,145 @@
+"""The call of a block in a model's forward, and how to repeat it.
+
+A :class:`Call` has the arguments that a block received. It knows which of them is the stream, and which output is the
+stream after the block. Its method :meth:`Call.replay` runs the block, or a copy of it, on another stream. All random
+numbers of a replay come from a seed, so two replays use the same ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from olmo_lns.response import first_output
+
+
+class NotPreLN(Exception):
+    """The block is not Pre-LN.
+
+    :param reason: why it is not, as the end of a message.
+    :param curable: true if ``apply`` can still succeed once the user names the norms with ``norms=``.
+    """
+
+    def __init__(self, reason: str, *, curable: bool = False) -> None:
+        super().__init__(reason)
+        self.curable = curable
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a block.
+
+    :param args: positional arguments of the call.
+    :param kwargs: keyword arguments of the call.
+    :param place: position or keyword of the stream among the arguments.
+    :param summed: true if the block returns several tensors, such as (hidden, residual), whose sum is the stream.
+    :param is_change: true if the block returns only the change, which the model itself adds to the stream.
+    :param seed: seed of the random generators during a replay.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    place: int | str
+    summed: bool = False
+    is_change: bool = False
+    seed: int = 0
+
+    @property
+    def stream(self) -> torch.Tensor:
+        stream: torch.Tensor = self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+        return stream
+
+    def replay(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Run ``block`` on the stream ``x`` and otherwise unchanged arguments. Return the stream after the block."""
+        args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
+        (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
+        with _seeded(x.device, self.seed):
+            output = block(*args, **kwargs)
+        if (after := stream_of(output)) is None:
+            raise NotPreLN(
+                f"its output is a {type(output).__name__}, expected a tensor or a tuple that starts with one"
+            )
+        if self.summed:
+            parts = [part for part in tree_leaves(output) if torch.is_tensor(part) and part.shape == x.shape]
+            return torch.stack(parts).sum(0)
+        return x + after if self.is_change else after
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors among the arguments, also those in lists, tuples and dicts."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if torch.is_tensor(leaf)]
+
+    def with_tensor(self, index: int, value: torch.Tensor) -> Call:
+        """Return a copy of the call in which ``value`` replaces the tensor ``tensors()[index]``."""
+        replaced = self.tensors()[index]
+        args, kwargs = tree_map(lambda leaf: value if leaf is replaced else leaf, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def detached(self, dtype: torch.dtype | None) -> Call:
+        """Return a copy of the call whose tensors have no gradients, and whose floating tensors have this dtype.
+
+        :param dtype: None keeps the dtypes.
+        """
+
+        def converted(value: Any) -> Any:
+            if torch.is_tensor(value):
+                return value.detach().to(dtype) if dtype and value.is_floating_point() else value.detach()
+            return value
+
+        args, kwargs = tree_map(converted, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def stream_of(output: Any) -> torch.Tensor | None:
+    """Return the stream in a block's output, or None if the output has none.
+
+    The stream is the output itself, the first element of a tuple or list, or the field ``last_hidden_state``.
+    """
+    output = getattr(first_output(output), "last_hidden_state", first_output(output))
+    return output if torch.is_tensor(output) else None
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the random generators that a block may use. Afterwards, restore the states of Python's and numpy's."""
+    # torch.manual_seed also prepares a later start of CUDA and stores a stack trace for it at each call. On a CPU
+    # that would take half of the probe's time.
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def same_randomness(device: torch.device) -> Iterator[None]:
+    """Let each forward use the same random numbers, and restore the states of the generators afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded(device, 0):
+        yield
+
+
+@contextmanager
+def hooks(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove the hooks with these handles when the context ends."""
+    registered: list[Any] = []
+    try:
+        for handle in handles:  # a generator registers them one by one, and may fail
+            registered.append(handle)
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()

@@ -1,0 +1,262 @@
+"""Check that a block is one whose two norms a scheme can scale.
+
+Some blocks read their stream only through norms, but a scheme cannot scale them. Each function ``check_…`` refuses one
+kind of these blocks and raises :class:`~olmo_lns.probe.call.NotPreLN` with the reason. :func:`check_block` calls all of
+them, one after the other. They run the copy of the block by a :class:`~olmo_lns.probe.replay.Replay`, whose sites are
+already found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Sequence
+
+import torch
+
+from olmo_lns.probe import branches
+from olmo_lns.probe.call import NotPreLN
+from olmo_lns.probe.replay import SAME_HALF, Change, Replay, roll_channels
+
+
+def check_block(replay: Replay, how_found: str = "") -> bool:
+    """Run all checks on a block.
+
+    :param how_found: text that follows the names of the sites in messages, such as ", given by norms=".
+    :returns: true if the block computes something different in training mode, for another reason than dropout.
+    :raises NotPreLN: if a check fails.
+    """
+    site_names = replay.site_names + how_found
+    effects = check_sites_are_read(replay)
+    check_number_of_sites(replay)
+    check_other_norms_are_read(replay)
+    check_one_stream(replay, site_names)
+    check_branches_differ(replay)
+    check_ends_of_branches(replay, site_names)
+    check_two_branches(replay, site_names, effects)
+    check_with_gradients(replay)
+    check_under_autocast(replay)
+    return check_in_training(replay)
+
+
+def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
+    """Check that each site has an effect on what the block returns.
+
+    :returns: the effect of each site.
+    """
+    effects = [replay.effect(site) for site in replay.sites]
+    for name, effect in zip(replay.names, effects, strict=True):
+        if float(effect.norm()) < replay.tolerance * float(replay.reference_delta.norm()):
+            raise NotPreLN(f"nothing reads its norm {name}")
+    return effects
+
+
+def check_number_of_sites(replay: Replay) -> None:
+    """Check that the block has one or two sites."""
+    if (count := len(replay.names)) > 2:
+        found = f"{count} norms read the stream ({', '.join(replay.names)}), expected two"
+        raise NotPreLN(found, curable=count > 3)
+
+
+def check_other_norms_are_read(replay: Replay) -> None:
+    """Check that each norm which is not a site has an effect on some output of the block."""
+    for name in [name for name in replay.norms if name not in replay.names]:
+        outputs = replay.all_outputs({}), replay.all_outputs({replay.norms[name]: roll_channels})
+        if all(replay.is_equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True)):
+            raise NotPreLN(
+                f"its norm {name} runs without any effect, as if its branch were switched off; its factor would "
+                "be missing once the branch is switched on"
+            )
+
+
+def check_one_stream(replay: Replay, site_names: str) -> None:
+    """Check that the block has no second stream, such as one that also normalizes the states of an encoder.
+
+    A norm that is not a site reads a second stream in two cases. Either its input does not change when the outputs
+    of the sites change. Or its input is another argument of the block plus a part that does not depend on that
+    argument, as in a second residual connection.
+    """
+    outside = [name for name in replay.all_norms if name not in replay.names]
+    if not outside:
+        return
+    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
+    still, moved = (replay.inputs_of(outside, held=replay.names, changes=each) for each in ({}, changes))
+    suspects = {name for name in still.keys() & moved.keys() if replay.is_equal(still[name], moved[name])}
+    varied: set[str] = set()  # norms that read an argument, or something that the block computes from one
+    unchanged: set[str] = set()  # norms that read an argument which the block does not update, such as shared keys
+    names = [*replay.names, *outside]
+    for index, tensor in enumerate(replay.call.tensors()):
+        if not tensor.is_floating_point() or tensor.dim() < 2 or tensor is replay.call.stream:
+            continue
+        values = [tensor, tensor + 3.0 * replay.draw(tensor)]
+        try:
+            calls = [replay.call.with_tensor(index, value) for value in values]
+            runs = [replay.run(replay.x, names, call=call)[1] for call in calls]
+        except Exception:  # the argument cannot have other values, so it is no stream
+            varied |= suspects
+            continue
+        for name, *inputs in zip(names, *runs, strict=True):
+            if name not in outside or replay.is_equal(*inputs):
+                continue
+            varied.add(name)
+            if inputs[0].numel() != tensor.numel():
+                continue
+            rests = [y.flatten() - value.double().flatten() for y, value in zip(inputs, values, strict=True)]
+            suspects |= {name} if replay.is_equal(*rests) else set()
+            if not _returns_another(replay, tensor):
+                unchanged.add(name)
+    # A norm that is not in ``varied`` may read a learned parameter, which is no stream.
+    suspects = (suspects - unchanged) & varied
+    if suspects:
+        names_found = ", ".join(name for name in outside if name in suspects)
+        raise NotPreLN(f"it has two streams: its norm {names_found} reads another one than {site_names}")
+
+
+def _returns_another(replay: Replay, argument: torch.Tensor) -> bool:
+    """Return true if, besides its stream, the block returns a tensor in the shape of this argument that is new.
+
+    A tensor that equals one of the arguments is not new.
+    """
+    arguments = [tensor.double() for tensor in replay.call.tensors() if tensor.shape == argument.shape]
+    others = [leaf.double() for leaf in replay.all_outputs({})[1:] if leaf.shape == argument.shape]
+    return any(not any(replay.is_equal(leaf, tensor) for tensor in arguments) for leaf in others)
+
+
+def check_branches_differ(replay: Replay) -> None:
+    """Check that the two branches are not built alike.
+
+    Two layers of one branch, or two blocks that run one after the other, are built alike.
+    """
+    if alike := branches.alike(replay):
+        raise NotPreLN(
+            f"its two branches {' and '.join(alike)} are built alike, so it holds two layers of one branch, or two "
+            "blocks; expected attention and feed-forward"
+        )
+
+
+def check_ends_of_branches(replay: Replay, site_names: str) -> None:
+    """Check that no branch ends in a norm, which would cancel the factor (Sandwich-LN).
+
+    The norm may be a module or a function.
+    """
+    for name in replay.norms.keys() - set(replay.names):
+        if replay.is_added(replay.norms[name]):
+            raise NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
+    for name in replay.names:
+        if branches.ends_in_function(replay, name):
+            raise NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
+
+
+def check_two_branches(replay: Replay, site_names: str, effects: Sequence[torch.Tensor]) -> None:
+    """Check that the block has two branches, and not one that reads both sites, or a single one after one site.
+
+    :param effects: the effect of each site alone. For two branches, the effect of both is their sum.
+    """
+    if len(replay.names) == 2:
+        together = replay.effect(*replay.sites) - sum(effects)
+        if float(together.norm()) > 10 * replay.tolerance * float(replay.reference_delta.norm()):
+            raise NotPreLN(f"it has one branch, after {site_names}; expected attention and feed-forward")
+    elif not branches.reads_norm_twice(replay):
+        raise NotPreLN(
+            f"it has one branch, after {site_names}; expected attention and feed-forward, one of which mixes positions",
+            curable=True,
+        )
+
+
+def check_shared_norm(replay: Replay) -> None:
+    """Check that both branches read a norm which the user passed as the only one of the block."""
+    if len(replay.names) == 1 and not branches.reads_norm_twice(replay):
+        raise NotPreLN(
+            f"one branch reads {replay.site_names}, given by norms=. A block has two branches, so give its two norms "
+            "as a pair, also if they are in two modules"
+        )
+
+
+def check_with_gradients(replay: Replay) -> None:
+    """Check that the branches also read the stream through the sites only when gradients are computed."""
+    with torch.enable_grad():
+        if not replay.is_independent_of_stream(replay.names):
+            raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.site_names}")
+
+
+def check_under_autocast(replay: Replay) -> None:
+    """Check the same under autocast to bf16, unless the block does not run there."""
+    tolerance, replay.tolerance = replay.tolerance, SAME_HALF
+    try:
+        with torch.autocast(replay.x.device.type, torch.bfloat16):
+            is_independent = replay.is_independent_of_stream(replay.names)
+    except Exception:
+        is_independent = True
+    finally:
+        replay.tolerance = tolerance
+    if not is_independent:
+        raise NotPreLN(f"under autocast its branches bypass {replay.site_names}")
+
+
+def check_in_training(replay: Replay) -> bool:
+    """Check the same in training mode, and whether a branch ends in a norm there.
+
+    :returns: true if the block computes something different in training mode, for another reason than dropout.
+    """
+    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
+    in_eval = replay.reference_delta, replay.delta(changes)
+    with replay.in_mode(True):
+        _use_a_seed_with_all_branches(replay)
+        with torch.no_grad():
+            is_independent = replay.is_independent_of_stream(replay.names)
+        if not (is_independent and replay.is_independent_of_stream(replay.names)):
+            raise NotPreLN(f"in training mode its branches bypass {replay.site_names}")
+        in_training = replay.reference_delta, replay.delta(changes)
+        if all(replay.is_equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
+            return False
+        check_ends_of_branches(replay, f"{replay.site_names} in training mode")
+        return True
+
+
+def _use_a_seed_with_all_branches(replay: Replay) -> None:
+    """Choose a seed with which a block that drops branches in training drops none. Eight seeds are tried."""
+    usual = replay.call
+    for seed in range(8):
+        replay.call = replace(usual, seed=seed)
+        if len(replay.run(replay.x, replay.names)[1]) == len(replay.names):
+            return
+    replay.call = usual
+
+
+def cancelled_factors(replay: Replay, *, also_in_training: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the sites whose factor a later norm cancels completely, and those for which it does so in a part.
+
+    Such a norm is inside of the branch, as that of a latent. The block is not refused for it.
+
+    :param also_in_training: true if the block computes something different in training mode. A BatchNorm cancels a
+        factor in training mode only.
+    """
+    shares = _shares(replay, replay.names)
+    if also_in_training:
+        with replay.in_mode(True), torch.no_grad():
+            shares = [min(pair) for pair in zip(shares, _shares(replay, replay.names), strict=True)]
+    by_name = dict(zip(replay.names, shares, strict=True))
+    return (
+        tuple(name for name, share in by_name.items() if share < 0.01),
+        tuple(name for name, share in by_name.items() if 0.01 <= share < 0.25),
+    )
+
+
+def _shares(replay: Replay, names: Sequence[str]) -> list[float]:
+    return [_share_of_factor(replay, name) for name in names]
+
+
+def _share_of_factor(replay: Replay, name: str) -> float:
+    """Return how much of a branch is lost if the output of its norm is halved, as a part of the whole branch.
+
+    The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor.
+    """
+    with replay.without_biases():
+        zero, half, whole = (
+            replay.delta({replay.norms[name]: lambda y, k=k: k * y})  # type: ignore[misc]
+            for k in (0.0, 0.5, 1.0)
+        )
+    size = float((whole - zero).norm())
+    # In training mode a branch may be dropped. Nothing is cancelled then.
+    if size <= replay.tolerance * float(replay.reference_delta.norm()):
+        return 0.5
+    return float((whole - half).norm()) / size

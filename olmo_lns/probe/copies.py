@@ -1,0 +1,53 @@
+"""Copy a block for the probe, which never runs the original.
+
+The copy has random parameters, because a gate or an output projection that starts at zero would hide the branch behind
+it. It is in evaluation mode, and in fp32 where the kernels of the block allow it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from olmo_lns.copying import deep_copy
+from olmo_lns.probe.call import NotPreLN
+from olmo_lns.shadow import RandomWeights, has_no_values, is_quantized
+
+
+def random_copy(
+    block: nn.Module,
+    weights_from: nn.Module | None = None,
+    memory: RandomWeights | None = None,
+    dtype: Any = torch.float32,
+) -> nn.Module:
+    """Return a copy of ``block`` in evaluation mode, with random parameters or with those of ``weights_from``.
+
+    :param weights_from: a module with the same structure, whose parameters the copy uses; None for random ones.
+    :param memory: shared memory of several copies. The random parameters are views of it.
+    :param dtype: floating dtype of the copy; None keeps the dtypes of the block.
+    """
+    if any(map(has_no_values, block.parameters())):
+        raise NotPreLN("its weights are on the meta device or partitioned; build or load them first")
+    if any(map(is_quantized, block.parameters())):
+        raise NotPreLN("its weights are quantized; apply the scheme before quantization")
+    if weights_from is not None:
+        pairs = zip(block.parameters(), weights_from.parameters(), strict=True)
+        copied = deep_copy(block, {id(original): weight for original, weight in pairs})
+    else:
+        copied = (memory or RandomWeights()).copy(block, dtype=dtype)
+    # A buffer with the single value 0 is a gate that would hide its branch. The dtypes are converted one by one below,
+    # since Module.to() would drop the imaginary part of complex rotary tables.
+    for part in copied.modules():
+        for buffer in part._buffers.values():
+            if buffer is not None and buffer.is_floating_point() and buffer.numel() == 1 and not buffer.any():
+                buffer.fill_(1.0)
+    copied.eval()
+    return copied if dtype is None else copied._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def set_training(module: nn.Module, trains: bool) -> None:
+    """Set training or eval mode for all parts of a module, except that dropout stays off."""
+    for part in module.modules():
+        part.training = trains and not isinstance(part, nn.modules.dropout._DropoutNd)

@@ -1,0 +1,91 @@
+"""Find the norms of a block, and how each of them reads the stream.
+
+The block runs once, and each module that may be a norm is tested by what it computes (:mod:`olmo_lns.probe.recognize`).
+A norm inside of another norm does not count. Then the block runs twice while all norms are held, on two streams. The
+input of a norm of the stream changes by exactly the change of the stream, in some order of the dimensions, since images
+may have their channels first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from olmo_lns.probe.call import NotPreLN, hooks
+from olmo_lns.probe.recognize import has_vectors_only, is_leaf, is_norm, norm_input
+from olmo_lns.probe.replay import Hook, Replay
+from olmo_lns.response import first_output
+
+
+def find_norms(replay: Replay) -> None:
+    """Find the norms of a block, and store them with their held outputs and shapes in ``replay``.
+
+    :raises NotPreLN: if a norm of the stream runs several times.
+    """
+    calls_by_name: dict[str, list[tuple[Any, Any, Any]]] = {}
+    leaves = {
+        name: module
+        for name, module in replay.block.named_modules()
+        if name
+        and (is_leaf(module) or module._parameters)
+        and has_vectors_only(module)
+        and "parametrizations" not in name
+    }
+
+    def note(name: str) -> Hook:
+        return lambda _, args, kwargs, output: calls_by_name.setdefault(name, []).append((args, kwargs, output))
+
+    with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
+        replay.call.replay(replay.block, replay.x)
+    for name, norm_calls in calls_by_name.items():
+        args, kwargs, output = norm_calls[0]
+        y = first_output(output)
+        if not torch.is_tensor(y) or not torch.is_tensor(norm_input(args, kwargs)) or not y.dim():
+            continue
+        if not is_norm(leaves[name], args, kwargs):
+            continue
+        replay.shapes[name] = tuple(norm_input(args, kwargs).shape)
+        if y.numel() == replay.x.numel():
+            if len(norm_calls) > 1 and y.shape[-1] == replay.x.shape[-1]:
+                raise NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
+            replay.norms[name] = leaves[name]
+        if len(norm_calls) == 1:
+            replay.all_norms[name], replay.held[name] = leaves[name], replay.draw(y)
+    # A norm may contain another norm, to whose output it applies its own gain or bias. Only the outer one counts.
+    for inner in [name for name in calls_by_name if any(name.startswith(f"{outer}.") for outer in replay.all_norms)]:
+        for found in (replay.norms, replay.all_norms, replay.held):
+            found.pop(inner, None)
+    for name in [name for name in replay.norms if name not in replay.all_norms]:  # ran several times
+        del replay.norms[name]
+    _find_layouts(replay)
+
+
+def _find_layouts(replay: Replay) -> None:
+    """Find in which order of dimensions each norm reads the stream.
+
+    A norm whose input does not change by the change of the stream is inside of a branch. It is removed from ``norms``
+    unless its input has the size and the width of the stream.
+    """
+    x, names = replay.x, [*replay.norms]
+    usual = tuple(range(x.dim()))
+    replay.layouts = dict.fromkeys(names, usual)
+    inputs = [replay.inputs_of(names, held=names, x=stream) for stream in (x, replay.second_input)]
+    moved = (x - replay.second_input).double()
+    orders = [usual, *(order for order in itertools.permutations(usual) if order != usual)]
+    for name in names:
+        if not all(name in each for each in inputs):
+            continue
+        found = inputs[0][name] - inputs[1][name]
+        found = found if found.shape == x.shape else found.flatten()
+        for order in orders if x.dim() < 6 else [usual]:
+            expected = moved.permute(order)
+            if found.dim() > 1 and expected.shape != found.shape:
+                continue
+            if replay.is_equal(found.flatten(), expected.flatten()):
+                replay.layouts[name] = order
+                break
+        else:
+            if replay.shapes[name][-1] != x.shape[-1] or found.numel() != x.numel():
+                del replay.norms[name]

@@ -1,0 +1,54 @@
+"""Find the residual output projections of a block, and notice whether one of them may be missed.
+
+A projection that belongs to another module, or that the model passes as an argument, is no parameter of the block. The
+module sets all projections that were found to zero. If the output of a site still has an effect on the stream, the
+branch ends in another matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns.initialization import residual_projections
+from olmo_lns.probe.call import Call
+from olmo_lns.probe.replay import Replay, roll_channels
+
+
+def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
+    """Return the residual output projections of a block whose sites are found.
+
+    The result is empty if a branch ends in a matrix that is not a parameter of the block, since the result would
+    then be incomplete.
+
+    :param call: the call as the model made it. Its arguments show whether the model passes parameters to the block.
+    :returns: the result of :func:`olmo_lns.initialization.residual_projections`.
+    """
+    found = residual_projections(replay.block, replay.delta, replay.tolerance)
+    parameters = dict(replay.block.named_parameters())
+    matrices = [parameter for parameter in parameters.values() if parameter.numel() > max(parameter.shape, default=1)]
+    remain = [_has_effect_without(replay, name, [parameters[other] for other in found]) for name in replay.names]
+    if not any(remain):
+        return found
+    given = any(isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) for tensor in call.tensors())
+    # A branch without matrices, such as pooling, has no projection that could be missed.
+    owned = any(
+        left and not _has_effect_without(replay, name, matrices)
+        for name, left in zip(replay.names, remain, strict=True)
+    )
+    return {} if given or owned else found
+
+
+def _has_effect_without(replay: Replay, name: str, parameters: Sequence[nn.Parameter]) -> bool:
+    """Return true if the output of this site still has an effect on the stream while these parameters are zero."""
+    saved = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = torch.zeros_like(parameter)
+    try:
+        effect = replay.delta({replay.norms[name]: roll_channels}) - replay.delta()
+    finally:
+        for parameter, data in zip(parameters, saved, strict=True):
+            parameter.data = data
+    return float(effect.norm()) > replay.tolerance * float(replay.reference_delta.norm())

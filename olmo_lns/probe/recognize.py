@@ -1,0 +1,76 @@
+"""Recognize a module that is a norm, by what it computes.
+
+A norm ignores the size of its input, so it returns the same for 64 and for 128 times an input. Most norms can also be
+recognized by the name of their class, but many packages have norms with other names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from olmo_lns.response import first_output
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Return true for a module that may be a norm, judged by the name of its class and the shapes of its weights."""
+    name = type(module).__name__.lower()
+    return is_leaf(module) and ("norm" in name or name.startswith("ln")) and has_vectors_only(module)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return true for a module that has no children with parameters. A dropout inside of it does not matter."""
+    children = [child for name, child in module.named_children() if name != "parametrizations"]
+    return not any(list(child.parameters()) for child in children)
+
+
+def has_vectors_only(module: nn.Module) -> bool:
+    """Return true if at most one dimension of each weight is larger than 1, as in the gain of a norm."""
+    return all(p.numel() == max(p.shape, default=1) for p in module.parameters())
+
+
+def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return true if a module computes a norm.
+
+    A norm returns the same output for 64 and for 128 times an input, and a different output for a different input.
+
+    :param args: positional arguments of a call of the module. Its input is replaced by random numbers.
+    :param kwargs: keyword arguments of that call.
+    """
+    example = norm_input(args, kwargs)
+    if not example.is_floating_point():
+        return False
+
+    def run(value: torch.Tensor) -> torch.Tensor:
+        alike = {id(tensor) for tensor in _alike(example, args, kwargs)}
+        arguments = tree_map(lambda leaf: value if id(leaf) in alike else leaf, (args, dict(kwargs)))
+        return torch.as_tensor(first_output(module(*arguments[0], **arguments[1]))).double()
+
+    x, another = torch.randn((2, *example.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(example)
+    small, large, other = run(64.0 * x), run(128.0 * x), run(64.0 * another)
+    size = float(small.norm())
+    has_steps = small.unique().numel() < min(17, small.numel())  # a sign function passes the test, but is no norm
+    return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size and not has_steps
+
+
+def norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the input of a norm, which is its first argument, positional or keyword."""
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def normalized_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Return what a norm normalizes, in fp64.
+
+    This is its input, or the sum of all inputs of one shape if the module adds them before it normalizes.
+    """
+    first = norm_input(args, kwargs)
+    return torch.stack([value.detach().double() for value in _alike(first, args, kwargs)]).sum(0)
+
+
+def _alike(first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the floating tensors among the arguments that have the shape of the first."""
+    tensors = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.is_floating_point()]
+    return [value for value in tensors if value.shape == first.shape] if first.dim() > 1 else [first]

@@ -1,0 +1,312 @@
+"""Repeat one block while norms are held or outputs are changed.
+
+A :class:`Replay` has a copy of a block and the call that the block received. Its method :meth:`Replay.run` runs the
+copy while the outputs of some norms are replaced by fixed random tensors. We say that these norms are *held*. The
+method returns what the block adds to its stream, and what each held norm read. All other methods are short forms of
+such a run. The class only runs and compares, and other modules decide what a result means for the block.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from olmo_lns.probe.call import Call, hooks, stream_of
+from olmo_lns.probe.copies import set_training
+from olmo_lns.probe.recognize import normalized_input
+from olmo_lns.response import first_output, replace_first
+
+Hook = Callable[..., Any]
+#: A function that is applied to the output of a module.
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+#: Two fp32 results count as equal if their relative difference is below this value.
+SAME = 1e-4
+#: The corresponding value for blocks that run in half precision only, such as those with flash attention.
+SAME_HALF = 0.02
+
+
+class Replay:
+    """A copy of a block and its call, to be run repeatedly.
+
+    :param block: the copy of the block, which this class runs.
+    :param call: arguments of the block other than its stream.
+    :param dtype: dtype of the copy; None if it keeps those of the block.
+    """
+
+    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype | None) -> None:
+        self.block, self.call, self.dtype = block, call, dtype
+        #: Two results count as equal if their relative difference is below this value.
+        self.tolerance = SAME if dtype == torch.float32 else SAME_HALF
+        #: Rows count as equally large if their sizes differ by less than this part.
+        self.size_tolerance = 3e-3 if dtype == torch.float32 else SAME_HALF
+        self._generator = torch.Generator().manual_seed(2)
+        #: Two streams, in the shape of the one that the block received.
+        self.x, self.second_input = self.draw(call.stream), 3.0 * self.draw(call.stream)
+        #: The norms of the block, in the order in which they run. ``norms`` has those whose output has as many elements
+        #: as the stream, ``all_norms`` has all.
+        self.norms: dict[str, nn.Module] = {}
+        self.all_norms: dict[str, nn.Module] = {}
+        #: Norm -> the random tensor that replaces its output while the norm is held.
+        self.held: dict[str, torch.Tensor] = {}
+        #: Norm -> the order of the stream's dimensions in which it reads the stream.
+        self.layouts: dict[str, tuple[int, ...]] = {}
+        #: Norm -> the shape of its input.
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: The sites once they are found. The methods below hold these norms unless others are named.
+        self.names: tuple[str, ...] = ()
+        self._reference_delta: torch.Tensor | None = None
+        self._results: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    @property
+    def site_names(self) -> str:
+        """The names of the sites as text for a message."""
+        return " and ".join(self.names)
+
+    @property
+    def sites(self) -> list[nn.Module]:
+        """The sites of the copy."""
+        return [self.norms[name] for name in self.names]
+
+    def draw(self, like: torch.Tensor) -> torch.Tensor:
+        """Return random numbers in the shape of ``like``. All blocks with one structure get the same numbers."""
+        numbers = torch.randn(like.shape, generator=self._generator, device="cpu")
+        return numbers.to(like.device, self.dtype or like.dtype)
+
+    # --- run the block ----------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        x: torch.Tensor,
+        names: Sequence[str],
+        changes: Mapping[nn.Module, Change] | None = None,
+        *,
+        call: Call | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hold these norms, run the block on ``x``, and return ``block(x) - x`` and the input of each norm minus x.
+
+        :param x: the stream in front of the block.
+        :param names: names of the norms that are held.
+        :param changes: module -> a function that is applied to its output. For a held norm it is applied to the held
+            tensor.
+        :param call: arguments of the block if they are not those of the model's forward.
+        """
+        inputs: dict[str, torch.Tensor] = {}
+
+        def hold(name: str) -> Hook:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+                value, y, held = normalized_input(args, kwargs), first_output(output), self.held[name]
+                if y.numel() != held.numel():  # training may run a branch on a part of the batch
+                    return replace_first(output, held[: len(y)].reshape(y.shape).clone())
+                reads_stream = name in self.norms and value.numel() == x.numel()
+                inputs[name] = self.as_stream(name, value) - x.detach().double() if reads_stream else value
+                return replace_first(output, held.reshape(y.shape).clone())
+
+            return hook
+
+        def change(function: Change) -> Hook:
+            return lambda module, args, output: replace_first(output, function(first_output(output)))
+
+        x = x.detach().requires_grad_(torch.is_grad_enabled())  # the block may read it
+        handles = [self.all_norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
+        handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
+        with hooks(handles):
+            delta = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
+        return delta, [inputs[name] for name in names if name in inputs]  # training may drop branches
+
+    def delta(self, changes: Mapping[nn.Module, Change] | None = None) -> torch.Tensor:
+        """Hold the sites, run the block, and return ``block(x) - x``.
+
+        :param changes: module -> a function that is applied to its output.
+        """
+        return self.run(self.x, self.names, changes)[0]
+
+    @property
+    def reference_delta(self) -> torch.Tensor:
+        """``block(x) - x`` while the sites are held and nothing is changed. It is computed once in each mode."""
+        if self._reference_delta is None:
+            self._reference_delta = self.delta()
+        return self._reference_delta
+
+    def effect(self, *modules: nn.Module, change: Change | None = None) -> torch.Tensor:
+        """Hold the sites, change the outputs of these modules, and return by how much the block's output changes.
+
+        :param change: the function that is applied to each output; the default shuffles the channels.
+        """
+        return self.delta(dict.fromkeys(modules, change or roll_channels)) - self.reference_delta
+
+    def inputs_of(
+        self,
+        names: Sequence[str],
+        *,
+        held: Sequence[str],
+        x: torch.Tensor | None = None,
+        changes: Mapping[nn.Module, Change] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return what each of these norms reads while the norms ``held`` are held.
+
+        :param x: the stream in front of the block; the default is the first of the two.
+        :param changes: module -> a function that is applied to its output.
+        """
+        found: dict[str, torch.Tensor] = {}
+
+        def note(name: str) -> Hook:
+            return lambda module, args, kwargs: found.update({name: normalized_input(args, kwargs)})
+
+        with hooks(self.all_norms[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names):
+            self.run(self.x if x is None else x, held, changes)
+        return found
+
+    def outputs_of(
+        self, modules: Iterable[nn.Module], changes: Mapping[nn.Module, Change]
+    ) -> dict[nn.Module, torch.Tensor]:
+        """Hold the sites, and return the outputs of the modules that ran once.
+
+        Only outputs with the size and the width of the stream are returned.
+
+        :param changes: module -> a function that is applied to its output.
+        """
+        outputs: dict[nn.Module, list[torch.Tensor]] = {}
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            y = first_output(output)
+            if torch.is_tensor(y) and y.numel() == self.x.numel() and y.shape[-1] == self.x.shape[-1]:
+                outputs.setdefault(module, []).append(y.detach().double())
+
+        with hooks(module.register_forward_hook(note) for module in modules):
+            self.run(self.x, self.names, changes)
+        return {module: found[0] for module, found in outputs.items() if len(found) == 1}
+
+    def all_outputs(self, changes: Mapping[nn.Module, Change]) -> list[torch.Tensor]:
+        """Return all tensors that the block returns while the sites are held. The stream is the first."""
+        outputs: list[torch.Tensor] = []
+
+        def note(block: nn.Module, args: Any, output: Any) -> None:
+            leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+            stream = stream_of(output)
+            others = [leaf.detach() for leaf in leaves if torch.is_tensor(leaf) and leaf is not stream]
+            outputs.extend([stream.detach(), *others] if stream is not None else others)
+
+        with hooks([self.block.register_forward_hook(note)]):
+            self.run(self.x, self.names, changes)
+        return outputs
+
+    # --- compare ----------------------------------------------------------------------------------------------------
+
+    def is_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Return true if two results are equal, up to the rounding of the copy's dtype."""
+        scale = self.second_input.double().norm()
+        return a.shape == b.shape and float((a - b).norm()) < self.tolerance * float(a.norm() + b.norm() + scale)
+
+    def is_independent_of_stream(self, names: Sequence[str], *, accept_inner: bool = False) -> bool:
+        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are held.
+
+        :param accept_inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not
+            depend on x.
+        """
+        (delta, inputs), (second_delta, second_inputs) = self.run(self.x, names), self.run(self.second_input, names)
+        streams = self.x.double(), self.second_input.double()
+        return self.is_equal(delta, second_delta) and all(
+            self.is_equal(a, b) or (accept_inner and self.is_equal(a + streams[0], b + streams[1]))
+            for a, b in zip(inputs, second_inputs, strict=True)
+        )
+
+    def is_added(self, module: nn.Module) -> bool:
+        """Return true if the block adds the module's output to its stream.
+
+        In that case, a change of one element of this output changes the block's output in one element. A matrix in
+        between would spread the change over many.
+        """
+
+        def raise_one_element(y: torch.Tensor) -> torch.Tensor:
+            raised = y.clone(memory_format=torch.contiguous_format)
+            raised.view(-1)[y.numel() // 2] += 1.0
+            return raised
+
+        size = self.effect(module, change=raise_one_element).abs()
+        return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
+
+    # --- another block of the same structure ------------------------------------------------------------------------
+
+    def take_from(self, known: Replay) -> None:
+        """Use the same norms, sites, held outputs and streams as for a block with the same structure."""
+        self.norms = {name: self.block.get_submodule(name) for name in known.norms}
+        self.all_norms = {name: self.block.get_submodule(name) for name in known.all_norms}
+        self.x, self.second_input, self.held = known.x, known.second_input, known.held
+        self.layouts, self.shapes, self.names = known.layouts, known.shapes, known.names
+        self.call = replace(self.call, summed=known.call.summed, is_change=known.call.is_change)
+
+    def results(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Return the results of :meth:`run` in eval mode and in training mode while the sites are held."""
+        if not self._results:
+            for trains in (False, True):
+                with self.in_mode(trains):
+                    self._results.append(self.run(self.x, self.names))
+        return self._results
+
+    def matches(self, known: Replay) -> bool:
+        """Return true if this block and the other one compute the same, in eval mode and in training mode."""
+        for (delta, inputs), (expected, expected_inputs) in zip(self.results(), known.results(), strict=True):
+            pairs = zip((delta, *inputs), (expected, *expected_inputs), strict=False)
+            if len(inputs) != len(expected_inputs) or not all(self.is_equal(a, b) for a, b in pairs):
+                return False
+        return True
+
+    def matches_scaled(self, known: Replay, factor: float) -> bool:
+        """Return true if this block computes what the other one does, but multiplies its norms by ``factor`` itself.
+
+        :param known: the same for another block, which has the same structure.
+        """
+        self.held, self.x, self.names = known.held, known.x, known.names
+        divided = {self.norms[name]: lambda y: y / factor for name in known.names if name in self.norms}
+        with torch.no_grad():
+            return self.is_equal(self.delta(divided), known.delta())
+
+    # --- state of the copy ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_mode(self, trains: bool) -> Iterator[None]:
+        """Switch training mode and gradients on or off while the context runs. Dropout always stays off."""
+        in_eval, call, self._reference_delta = self._reference_delta, self.call, None
+        set_training(self.block, trains)
+        try:
+            with torch.set_grad_enabled(trains):
+                yield
+        finally:
+            self.block.eval()
+            self.call, self._reference_delta = call, in_eval
+
+    @contextmanager
+    def without_biases(self) -> Iterator[None]:
+        """Set all biases to 0 and all other vectors, such as gains, to 1 while the context runs."""
+        saved = {parameter: parameter.data for parameter in self.block.parameters()}
+        for name, parameter in self.block.named_parameters():
+            if parameter.numel() == max(parameter.shape, default=1):
+                parameter.data = torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
+        try:
+            yield
+        finally:
+            for parameter, data in saved.items():
+                parameter.data = data
+
+    # --- images, whose norms may read the dimensions of the stream in another order -----------------------------------
+
+    def as_stream(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Bring the input or output of a norm into the shape of the stream."""
+        order = self.layouts.get(name, tuple(range(self.x.dim())))
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return value.reshape(self.x.permute(order).shape).permute(inverse)
+
+    def as_norm_reads(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Bring a tensor of the stream's shape into the order of dimensions in which a norm reads the stream."""
+        return value.permute(self.layouts.get(name, tuple(range(self.x.dim()))))
+
+
+def roll_channels(y: torch.Tensor) -> torch.Tensor:
+    """Double a tensor and shift its channels by one."""
+    return 2.0 * y.roll(1, -1)

@@ -1,0 +1,179 @@
+"""Find the sites of a block, or confirm those that are expected.
+
+The search holds all norms of the block, and compares two runs on different streams. It then goes through the norms from
+the last to the first, and leaves out each norm without which the comparison still succeeds. This removes the norms of
+queries, keys and latents, which read what a branch has computed. What remains are the sites, and the checks of
+:mod:`olmo_lns.probe.checks` decide whether a scheme can scale them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Mapping
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.probe import checks
+from olmo_lns.probe.call import Call, NotPreLN, hooks
+from olmo_lns.probe.copies import random_copy
+from olmo_lns.probe.norms import find_norms
+from olmo_lns.probe.projections import find_projections
+from olmo_lns.probe.replay import Replay
+from olmo_lns.shadow import RandomWeights
+
+
+@dataclass(frozen=True)
+class BlockSites:
+    """The Pre-LN sites of a block.
+
+    :param names: names of the norms, in the order in which they run. A parallel block, whose two branches read the
+        same norm, has one; every other block has two.
+    :param cancelled: names of the norms whose factor is cancelled completely by a later norm.
+    :param partly_cancelled: names of the norms whose factor is cancelled by a later norm in a part of the branch.
+    :param projections: result of :func:`olmo_lns.initialization.residual_projections` for this block.
+    :param replay: the copy of the block and its call, on which the sites were found.
+    """
+
+    names: tuple[str, ...]
+    cancelled: tuple[str, ...] = ()
+    partly_cancelled: tuple[str, ...] = ()
+    projections: Mapping[str, int] = field(default_factory=dict)
+    replay: Replay = field(repr=False, compare=False, kw_only=True)
+
+
+def pre_ln_sites(
+    block: nn.Module,
+    call: Call,
+    *,
+    where: str = "block 1",
+    names: tuple[str, ...] | None = None,
+    known_result: BlockSites | None = None,
+    given: bool = False,
+    advice: str = "",
+    weights: RandomWeights | None = None,
+) -> BlockSites:
+    """Find the norms through which ``block`` reads its stream, by running a copy of the block.
+
+    :param block: a block with weights of any floating dtype. They must not be on the meta device.
+    :param call: the arguments that the block received in a real forward of the model.
+    :param where: name of the block in error messages.
+    :param names: the expected norms, which the probe confirms.
+    :param known_result: the result for an earlier block with the same structure. This block then gets the same random
+        parameters and held outputs, and runs once in eval and once in training mode. If it computes the same as the
+        earlier block, ``known_result`` is returned. Otherwise it is probed separately.
+    :param given: true if the user named the norms ``names``. The probe then searches for no others, and only checks
+        that the block reads its stream through these.
+    :param advice: text that is added to an error if naming the norms can help.
+    :param weights: memory of the random parameters, which the copies of several blocks share.
+    :raises LNSConfigError: if the block is not Pre-LN. The message names the block and the reason.
+    :raises MeasurementError: if the copy of the block cannot be run.
+
+    Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
+    for a Llama.
+    """
+    problem: Exception | None = None
+    known = None if known_result is None else known_result.replay
+    # Some kernels accept half precision only. The last attempt keeps the dtypes of the block.
+    for dtype in (torch.float32, torch.bfloat16, None) if known is None else (known.dtype,):
+        try:
+            # Each run sets its own seed, so the random state of the training run is restored afterwards.
+            with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+                copied = random_copy(block, None if known is None else known.block, weights, dtype)
+                replay = Replay(copied, call.detached(dtype), dtype)
+                if known_result is not None and known is not None:
+                    replay.take_from(known)
+                    if replay.matches(known):
+                        return known_result
+                    replay, names = Replay(copied, replay.call, dtype), names if given else known_result.names
+                find_norms(replay)
+                _refuse_a_run_of_the_original(block, replay)
+                found = _given_sites(replay, names or ()) if given else _sites(replay, names)
+                projections = find_projections(replay, call) if known_result is None else known_result.projections
+                return replace(found, projections=projections)
+        except NotPreLN as reason:
+            raise LNSConfigError(
+                f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
+                "read the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
+                + (f" {advice}" if advice and reason.curable else "")
+            ) from None
+        except Exception as error:
+            problem = problem or error
+    raise MeasurementError(
+        f"{where} ({type(block).__name__}) could not be run a second time ({type(problem).__name__}: {problem}). "
+        "Expected a forward without caches that other calls share; give an example= that uses none. "
+        f"{advice}"
+    ) from problem
+
+
+def _refuse_a_run_of_the_original(block: nn.Module, replay: Replay) -> None:
+    """Check that the copy runs its own modules, and none of the block that it was copied from.
+
+    :raises MeasurementError: if it runs a module of the original, which the message names.
+    """
+    names = {module: name for name, module in block.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
+    ran: list[nn.Module] = []
+    with hooks(module.register_forward_pre_hook(lambda module, args: ran.append(module)) for module in names):
+        replay.call.replay(replay.block, replay.x)
+    if ran:
+        raise MeasurementError(
+            f"its copy runs {names[ran[0]] or 'the block itself'} of the original, to which it refers"
+        )
+
+
+def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
+    """Find the sites of the block and check it.
+
+    :param expected: the expected sites, which are confirmed; None to search for them.
+    :raises NotPreLN: if the block is not Pre-LN, or has other sites than expected.
+    """
+    if not replay.norms:
+        raise NotPreLN(
+            "none of its modules is a norm of the stream; norms that are functions cannot be scaled", curable=True
+        )
+    if expected is not None and not replay.norms.keys() >= set(expected):
+        raise NotPreLN(f"found {', '.join(replay.norms)}, expected {', '.join(expected)} as in a block built alike")
+    names = list(expected or replay.norms)
+    if not replay.is_independent_of_stream(names, accept_inner=expected is None):
+        raise NotPreLN(
+            f"its norms {', '.join(replay.norms)}, held fixed, do not separate its branches from the stream",
+            curable=True,
+        )
+    if expected is None:
+        # A norm inside of a branch, such as one of queries, reads what an earlier norm has passed on. The search
+        # goes from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
+        for name in reversed(replay.norms):
+            without = [other for other in names if other != name]
+            if without and replay.is_independent_of_stream(without, accept_inner=True):
+                names = without
+    replay.names = tuple(names)
+    if not replay.is_independent_of_stream(names):
+        raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
+    return _checked(replay)
+
+
+def _given_sites(replay: Replay, names: tuple[str, ...]) -> BlockSites:
+    """Check that the block reads its stream through the norms that the user named, and nowhere else.
+
+    :raises NotPreLN: if it does not, or if it fails a check.
+    """
+    if missing := [name for name in names if name not in replay.norms]:
+        others = f"; its norms are {', '.join(replay.norms)}" if replay.norms else ""
+        raise NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
+    replay.names = names
+    forms: tuple[dict[str, bool], ...] = ({}, {"summed": True}, {"is_change": True})
+    for form in forms:
+        replay.call = replace(replay.call, **{"summed": False, "is_change": False, **form})  # type: ignore[arg-type]
+        if replay.is_independent_of_stream(names):
+            break
+    else:
+        raise NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")
+    checks.check_shared_norm(replay)
+    return _checked(replay, ", given by norms=")
+
+
+def _checked(replay: Replay, how_found: str = "") -> BlockSites:
+    differs_in_training = checks.check_block(replay, how_found)
+    cancelled, partly = checks.cancelled_factors(replay, also_in_training=differs_in_training)
+    return BlockSites(replay.names, cancelled, partly, replay=replay)

@@ -1,0 +1,204 @@
+"""Check that one residual stream goes through all blocks of a model.
+
+The model is run again while outputs of its blocks are changed. The change must arrive at the later blocks, since each
+of them reads the stream that the earlier ones wrote. :func:`require_one_stream` needs the blocks only, and finds two
+towers and norms between blocks. :func:`require_residual_stream` needs the sites as well. While these are held, random
+numbers that are added to the stream must arrive unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns import probe
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.response import first_output, replace_first
+from olmo_lns.whole_model.names import norms_example
+from olmo_lns.whole_model.trace import Trace, replace_stream
+
+
+def require_one_stream(
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any]
+) -> None:
+    """Check that each block gets its stream from the block before it.
+
+    If the model changes the stream between two blocks, the model is run again with changed outputs of the blocks.
+
+    :raises LNSConfigError: if the input of a block does not depend on the first block, as in a model with two streams,
+        or does not depend on the size of the previous block's output, as behind a norm.
+    """
+    calls = [trace.calls[block] for block in blocks]
+    pairs = zip(blocks, calls[1:], strict=False)
+    if all(call is not None and is_same(trace.outputs[block], call.stream) for block, call in pairs):
+        return
+
+    def inputs(changed: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Return the stream in front of each block while the outputs of the blocks in ``changed`` are changed."""
+        streams: dict[Any, torch.Tensor] = {}
+
+        def replace(module: nn.Module, args: Any, output: Any) -> Any:
+            return replace_stream(output, change(probe.stream_of(output)))  # type: ignore[arg-type]
+
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            place = trace.calls[module].place  # type: ignore[union-attr]
+            streams[module] = args[place] if isinstance(place, int) else kwargs[place]
+
+        hooks = [block.register_forward_hook(replace) for block in changed]
+        hooks += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[1:]]
+        with probe.hooks(hooks), torch.no_grad():
+            run()
+        return streams
+
+    streams = inputs(blocks[:1], lambda y: 2.0 * y.roll(1, -1))
+    for number, (block, call) in enumerate(zip(blocks[1:], calls[1:], strict=True), start=2):
+        if call is None or block not in streams or streams[block].shape != call.stream.shape:
+            continue
+        # What joins the stream between given blocks, as text behind images, comes from another one.
+        joined = source == "blocks=" and trace.outputs[blocks[number - 2]].shape != call.stream.shape
+        depends = streams[block] != call.stream
+        if not bool(depends.any()) or (joined and not bool(depends.any(-1).all())):
+            raise LNSConfigError(
+                f"{type(model).__name__}: the blocks in {source} have two streams: the input of block {number}, or a "
+                "part of it, does not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give "
+                f"the blocks or the norms of one stream: {norms_example(model, trace)}."
+            )
+    # Between stages of other widths, as in Swin, the stream may be normalised.
+    between = [
+        number
+        for number, (before, block, call) in enumerate(zip(blocks, blocks[1:], calls[1:], strict=False), start=1)
+        if call is not None
+        and trace.outputs[before].shape == call.stream.shape
+        and not is_same(trace.outputs[before], call.stream)
+    ]
+    if not between:
+        return
+
+    def fixed(size: float, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda y: size * torch.randn(y.shape, generator=generator, device="cpu").to(y)
+
+    try:
+        small, large, other = (inputs(blocks, fixed(*each)) for each in ((64.0, 6), (256.0, 6), (64.0, 7)))
+    except LNSConfigError:  # the model does not run on other values
+        return
+    for number in between:
+        block = blocks[number]
+        if block in small and block in large and block in other:
+            size = float(small[block].norm())
+            differences = [float((each[block] - small[block]).norm()) for each in (large, other)]
+            if differences[0] < 0.05 * size < differences[1]:
+                raise LNSConfigError(
+                    f"{type(model).__name__}: the stream is normalised between the blocks {number} and {number + 1} in "
+                    f"{source}. LayerNorm Scaling expects a residual stream that grows through all blocks. If you want "
+                    f"its factors here, give the norms: {norms_example(model, trace)}."
+                )
+
+
+def require_residual_stream(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Check that the whole model reads its stream through these norms only.
+
+    The model is run twice while the outputs of the norms are held. The second run adds random numbers to the input of
+    the first block and to the output of each block. These numbers must pass unchanged through all later blocks. Between
+    two blocks, the model may apply a linear function to them or begin another stage.
+
+    :raises LNSConfigError: if the numbers are changed. The message names the block, or the two blocks between which
+        the model reads its stream without a norm.
+    """
+    held: dict[nn.Module, torch.Tensor] = {}
+    added: dict[Any, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(9)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    # Where the model adds what a block returns, only outputs are changed.
+    is_change = all((call := trace.calls[block]) is not None and call.is_change for block in blocks)
+
+    def drawn(table: dict[Any, torch.Tensor], key: Any, like: torch.Tensor) -> torch.Tensor:
+        if key not in table:
+            table[key] = torch.randn(like.shape, generator=generator, device="cpu").to(like)
+        return table[key]
+
+    def hold(norm: nn.Module, args: Any, output: Any) -> Any:
+        return replace_first(output, drawn(held, norm, first_output(output)).clone())
+
+    def forward(size: float, only: int | None = None) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Return the streams in front of the blocks and the streams after them.
+
+        :param only: the number of the one block whose output is changed.
+        """
+        before: dict[int, torch.Tensor] = {}
+        after: dict[int, torch.Tensor] = {}
+
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            number, call = numbers[block], trace.calls[block]
+            place = call.place  # type: ignore[union-attr]
+            stream = kwargs[place] if isinstance(place, str) else args[place]
+            before[number] = stream.detach()
+            if number > 0 or is_change or only is not None:
+                return None
+            changed = stream + size * drawn(added, "input", stream)
+            if isinstance(place, str):
+                return args, {**kwargs, place: changed}
+            return (*args[:place], changed, *args[place + 1 :]), kwargs
+
+        def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            stream, number = probe.stream_of(output), numbers[block]
+            if stream is None:
+                return output
+            after[number] = stream.detach()
+            change = drawn(added, number, stream)
+            return replace_stream(output, stream + size * change) if only in (None, number) else output
+
+        handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+        handles += [block.register_forward_hook(leave, with_kwargs=True) for block in blocks]
+        handles += [norm.register_forward_hook(hold) for norm in norms]
+        with probe.hooks(handles), torch.no_grad():
+            run()
+        return before, after
+
+    norms = list(norms)
+    (before, after), (moved_before, moved_after) = forward(0.0), forward(1.0)
+    difference = [moved_before[number].double() - before[number].double() for number in range(len(blocks))]
+    expected = difference[0] if is_change else added["input"].double()
+    places = []
+    for number in range(len(blocks)):
+        if number > 0:
+            if not _is_moved_by(expected, before[number], moved_before[number]):
+                places.append(number)
+            expected = difference[number]
+        if not is_change and not _is_moved_by(expected, after[number], moved_after[number]):
+            raise LNSConfigError(
+                f"{type(model).__name__}: block {number + 1} reads the model's stream elsewhere than through its "
+                "norms, for example by an argument that the model computes from the stream. LayerNorm Scaling "
+                "expects branches that read the stream through the norms only."
+            )
+        expected = expected + added[number].double()
+    for place in places:
+        if before[place].shape != after[place - 1].shape:  # another stage
+            continue
+        # The output of the block in front alone: it has to move this block, and in proportion.
+        once, twice = (forward(size, place - 1)[0][place].double() - before[place].double() for size in (1.0, 2.0))
+        tolerance = 0.02 if before[place].dtype in (torch.float32, torch.float64) else 0.1
+        if float((twice - 2 * once).norm()) < tolerance * float(twice.norm()):
+            continue
+        raise LNSConfigError(
+            f"{type(model).__name__}: between the blocks {place} and {place + 1} the model changes its stream, and "
+            "not by adding to it. LayerNorm Scaling expects a residual stream that goes through all blocks, one after "
+            f"the other. If you want its factors here, give the norms: {norms_example(model, trace)}."
+        )
+
+
+def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tensor) -> bool:
+    """Return true if a stream changed by the expected amount, up to the rounding of its dtype."""
+    if expected.shape != stream.shape:
+        return False
+    rounding = 1e-5 if stream.dtype in (torch.float32, torch.float64) else 0.03
+    difference = float((moved.double() - stream.double() - expected).norm())
+    return difference < 0.01 * float(expected.norm()) + rounding * float(stream.double().norm())
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))

@@ -1,0 +1,99 @@
+"""Check that a model runs the same blocks and norms in training mode as in eval mode.
+
+The example may fail in training mode, for instance because the model then needs labels. The model is not checked in
+this case. Some models write to their weights in such a forward, which is prevented.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.shadow import has_no_values
+from olmo_lns.whole_model.depth import functional_blocks, similar_modules
+from olmo_lns.whole_model.trace import Trace, trace_forward
+
+
+def require_same_in_training(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Run a model in training mode, and check that it runs the same blocks and norms as in eval mode.
+
+    A model that cannot run in training mode on the example, for instance because it needs labels, is not checked.
+
+    :param blocks: the blocks, or the norms that the user passed if no module runs a block.
+    :param norms: all norms that will be scaled.
+    :param trace: the forward in eval mode.
+    :param run: runs one forward of the model.
+    :raises LNSConfigError: if further blocks run in training mode, or a norm runs several times. The message names
+        them.
+    """
+    names, norms = {module: name for name, module in model.named_modules()}, list(norms)
+    widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
+    try:
+        with _read_only(model):
+            in_training = trace_forward(model, run, ())
+        similar = similar_modules(model, blocks, in_training, widths, run)
+        similar |= functional_blocks(model, blocks, in_training, widths, run)
+    except LNSConfigError:  # it needs labels, or writes to its weights
+        return
+    again = [names[norm] for norm in norms if in_training.runs.get(norm, 0) > 1]
+    added = [name for name, module in similar.items() if not any(part in trace.runs for part in module.modules())]
+    if again or added:
+        raise LNSConfigError(
+            f"{type(model).__name__}: in training mode its forward runs {', '.join(again or added)} "
+            f"{'several times' if again else 'as well, which look like blocks and do not run in eval mode'}. Expected "
+            "the same blocks, once each, in both modes. If their numbers are right, give the blocks, "
+            "blocks=model.layers, or an example= that runs them once: example=lambda model: model.encoder(ids)."
+        )
+
+
+@contextlib.contextmanager
+def _read_only(model: nn.Module) -> Iterator[None]:
+    """Raise a RuntimeError before an operation writes to a parameter.
+
+    Some models do this in a forward in training mode, for example to update the weights of a teacher.
+    """
+    saved = [(parameter, parameter.data) for parameter in model.parameters()]
+    memory = {parameter.untyped_storage().data_ptr() for parameter, _ in saved if not has_no_values(parameter)}
+    try:
+        with _NoWrites(memory):
+            yield
+    finally:
+        for parameter, data in saved:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+
+
+class _NoWrites(TorchDispatchMode):
+    """Raise before an operation writes to one of these storages."""
+
+    def __init__(self, memory: set[int]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._check(argument, value)
+            for argument in func._schema.arguments:
+                self._check(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _check(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for leaf in tree_leaves(value):
+            if (
+                torch.is_tensor(leaf)
+                and leaf.layout == torch.strided
+                and leaf.untyped_storage().data_ptr() in self.memory
+            ):
+                raise RuntimeError("a forward writes to a parameter")

@@ -1,0 +1,69 @@
+"""A norm of unknown arithmetic has its output multiplied. Models: tests/integrations/test_any_model.py."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from olmo_lns.errors import MeasurementError
+from olmo_lns.scaled import Scaled, ScaledOutput, scale
+
+D = 32
+
+
+def test_a_norm_without_what_its_mixin_reads_has_its_output_multiplied():
+    norm, misread = nn.RMSNorm(D), {"forward": lambda self, x: x * self.variance_epsilon}
+    scale(norm, 0.5, where="a", width=D, mixin=type("Misread", (Scaled,), misread))
+    assert isinstance(norm, ScaledOutput)
+    with pytest.raises(MeasurementError, match="rows of 16"):
+        scale(nn.RMSNorm(D), 0.5, where="a", width=16)
+
+
+class Stale(nn.Module):
+    """Reads eps elsewhere than its old attribute says."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps, self.variance_epsilon = nn.Parameter(torch.ones(D)), 1e-6, 1e-5
+
+    def forward(self, x):
+        return F.rms_norm(x, (D,), self.weight, self.eps)
+
+
+class Clamped(Stale):
+    def forward(self, x):
+        return F.rms_norm(x.clamp(-1000, 1000), (D,), self.weight, self.variance_epsilon)
+
+
+class MayAdd(Stale):
+    def forward(self, x, residual=None):
+        return F.rms_norm(x if residual is None else x + residual, (D,), self.weight, self.variance_epsilon)
+
+
+class Asked(Scaled):
+    """The arithmetic that is known for a norm of this name."""
+
+    def forward(self, x):
+        return F.rms_norm(x, (D,), self.weight * self.lns_factor, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("kind", [Stale, Clamped, MayAdd])
+def test_a_norm_that_computes_otherwise_than_is_known_has_its_output_multiplied(kind):
+    norm, stock = kind(), kind()
+    scale(norm, 0.5, where="a", width=D, mixin=Asked)
+    assert isinstance(norm, ScaledOutput)
+    x = torch.randn(4, D, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-3], [1.0], [1.0], [3e4]])
+    torch.testing.assert_close(norm(x), 0.5 * stock(x))
+
+
+class Promoting(Scaled):
+    """Its arithmetic is right and its output is always fp32."""
+
+    def forward(self, x):
+        return (self.lns_factor * super().forward(x.to(self.weight.dtype))).float()
+
+
+def test_a_mixin_with_another_output_dtype_is_not_used():
+    norm = nn.LayerNorm(D, dtype=torch.bfloat16)
+    scale(norm, 0.5, where="a", width=D, mixin=Promoting)
+    assert isinstance(norm, ScaledOutput) and norm(torch.ones(2, D, dtype=torch.bfloat16)).dtype is torch.bfloat16
