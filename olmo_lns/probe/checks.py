@@ -138,7 +138,7 @@ def check_ends_of_branches(replay: Replay, site_names: str) -> None:
 
     The norm may be a module or a function.
     """
-    for name in replay.norms.keys() - set(replay.names):
+    for name in [name for name in replay.norms if name not in replay.names]:
         if replay.is_added(replay.norms[name]):
             raise NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
     for name in replay.names:
