@@ -214,7 +214,7 @@ def check_forward(
     x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
     if only_scales_norms:
         call = probe.Call((x,), {"attention_bias": None}, 0)
-        return probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()), like=like)
+        return probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()), known_result=like)
     copied = probe.random_copy(narrow_block)
     with torch.no_grad():
         stock = copied(x, attention_bias=None)[0]
