@@ -1,6 +1,7 @@
 """LNS equals a start and a learning rate of the norm gains; each departure from the recipe changes the losses."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +65,7 @@ def pair():
 
 def adamw(model, gains, decay=0.1, eps=1e-8):
     groups = param_groups(model, gains, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay)
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW(groups, fused=True)
 
 
 def batches(steps):
@@ -88,6 +89,13 @@ def train(model, optimizer, data, clip=0.0):
     return losses
 
 
+@functools.cache
+def losses_under_lns(steps, clip=0.0, eps=1e-8):
+    """The losses of the LNS model, with which the tests compare a stock model."""
+    model = Model(lns=True)
+    return train(model, adamw(model, {}, eps=eps), batches(range(steps)), clip)
+
+
 def gap(first, second):
     value = max(abs(one - other) for one, other in zip(first, second, strict=True))
     print(f"largest difference of the loss: {value:.2e}")  # pytest -s -v shows it; docs/what-lns-is.md
@@ -96,12 +104,12 @@ def gap(first, second):
 
 @pytest.mark.parametrize("eps", [1e-8, pytest.param(1e-3, marks=pytest.mark.slow)])
 def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
-    lns, stock, gains = pair()
+    _, stock, gains = pair()
     before = copy.deepcopy(stock.state_dict())
     unscale_(stock, gains)
     scale_(stock, gains)
     torch.testing.assert_close(dict(stock.state_dict()), dict(before))
-    losses = train(lns, adamw(lns, {}, eps=eps), batches(range(200)))
+    losses = losses_under_lns(200, eps=eps)
     assert gap(losses, train(stock, adamw(stock, gains, eps=eps), batches(range(200)))) < 1e-10
     assert losses[-1] < losses[0] - 0.3, "nothing was learned"
 
@@ -109,7 +117,6 @@ def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
 def fold_in_the_middle(rescale):
     """The largest difference of the loss between a run that is folded after 50 of 100 steps and one that is not."""
     model, _, gains = pair()
-    whole = train(twin := copy.deepcopy(model), adamw(twin, {}), batches(range(100)))
     losses = train(model, before := adamw(model, {}), batches(range(50)))
     scale_(model, gains)
     for block in model.blocks:
@@ -118,7 +125,7 @@ def fold_in_the_middle(rescale):
     after.state.update(before.state)
     if rescale:
         rescale_state_(after, model, gains)
-    return gap(whole, losses + train(model, after, batches(range(50, 100))))
+    return gap(losses_under_lns(100), losses + train(model, after, batches(range(50, 100))))
 
 
 def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
@@ -145,14 +152,13 @@ def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
 @pytest.mark.parametrize("left_out", ["", "clipping", "decay not divided", "no decay", "eps", "rate"])
 def test_each_departure_changes_the_losses(left_out):
     """One part of the recipe is left out for 100 steps; docs/what-lns-is.md has the differences."""
-    lns, stock, gains = pair()
+    _, stock, gains = pair()
     clip, eps = 0.5 if left_out == "clipping" else 0.0, 1e-4 if left_out == "eps" else 1e-8
     optimizer = adamw(stock, gains, decay=0.0 if left_out == "no decay" else 0.1, eps=eps)
     changed = {"decay not divided": ("weight_decay", 0.1), "eps": ("eps", eps), "rate": ("lr", 1e-2)}.get(left_out)
     for group in optimizer.param_groups if changed else ():
         group[changed[0]] = changed[1]
-    ours = train(lns, adamw(lns, {}, 0.1, eps), batches(range(100)), clip)
-    value = gap(ours, train(stock, optimizer, batches(range(100)), clip))
+    value = gap(losses_under_lns(100, clip, eps), train(stock, optimizer, batches(range(100)), clip))
     assert value > 1e-6 if left_out else value < 1e-10
 
 
@@ -166,7 +172,8 @@ def test_blocks_of_olmo_differ_only_by_rounding():
     scale_(stock, gains)
     runs = []
     for model, groups in ((lns, {}), (stock, gains)):
-        optimizer = torch.optim.AdamW(param_groups(model, groups, lr=3e-3, weight_decay=0.1, vector_decay=0.1))
+        groups = param_groups(model, groups, lr=3e-3, weight_decay=0.1, vector_decay=0.1)
+        optimizer = torch.optim.AdamW(groups, fused=True)
         data = (tokens(4, 17, seed=step).sort(-1).values for step in range(100))
         runs.append(train(lambda ids, model=model: model(ids).logits, optimizer, data))
     assert gap(*runs) < 2e-4 and runs[0][-1] < runs[0][0] - 1

@@ -1,5 +1,8 @@
 """Small OLMo models, and an independent fp64 re-computation of them from the state dict."""
 
+import copy
+import functools
+
 TINY = dict(
     d_model=32,
     n_heads=4,
@@ -23,10 +26,16 @@ TINY = dict(
 )
 
 
-def model_config(**changes):
+@functools.cache
+def _parsed(changes):
     from olmo.config import ModelConfig
 
-    return ModelConfig.new(**{**TINY, **changes})
+    return ModelConfig.new(**{**TINY, **dict(changes)})
+
+
+def model_config(**changes):
+    """A tiny ``ModelConfig``, which OLMo parses once for the same changes."""
+    return copy.deepcopy(_parsed(tuple(sorted(changes.items()))))
 
 
 def build(seed=0, perturb=True, **changes):

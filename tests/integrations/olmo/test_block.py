@@ -62,7 +62,7 @@ def test_logits_and_gradients_equal_the_formula(name, block, base, changes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scheme_adds_only_its_own_keys_and_starts_and_never_decays_them(name):
-    stock, model = set(build(layer_norm_type="rms").state_dict()), build(layer_norm_type=f"{name}_rms", perturb=False)
+    stock, model = set(OLMo(model_config()).state_dict()), build(layer_norm_type=f"{name}_rms", perturb=False)
     ours, plan = model.state_dict(), parse(name).plan(1, 4, "attn")
     new = {f"transformer.blocks.{n}.{s}_{KEYS[name]}.weight" for n in range(4) for s in ("attn", "ff") if name in KEYS}
     assert set(ours) - stock == new and stock <= set(ours)
@@ -94,6 +94,7 @@ def test_checkpointing_a_cache_and_block_groups_change_nothing(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_from_the_meta_device_has_the_same_weights_after_a_reset(name, block):
     changes = dict(layer_norm_type=f"{name}_rms", block_type=block, init_fn="normal_scaled", embedding_layer_norm=True)
+    changes["n_layers"] = 2
     on_meta = OLMo(model_config(init_device="meta", **changes))
     assert all(parameter.is_meta for parameter in on_meta.parameters())
     on_meta.to_empty(device="cpu")
@@ -111,30 +112,36 @@ def test_a_model_from_the_meta_device_has_the_same_weights_after_a_reset(name, b
 
 def draw(**changes):
     torch.manual_seed(5)
-    return OLMo(model_config(d_model=64, **changes))
+    return OLMo(model_config(d_model=64, n_layers=2, **changes))
 
 
-@pytest.mark.parametrize("block", ["sequential", "llama"])
-@pytest.mark.parametrize("name", ["", *NAMES])
-def test_every_initialization_combines_with_every_scheme(name, block):
+def initializations():
+    """Names of schemes, blocks and init_fn: every pair of these in some case, and DeepNorm, which multiplies, in all."""
+    for index, name in enumerate(["", *NAMES]):
+        for number, init_fn in enumerate(("normal", "normal_scaled", "normal_depth_scaled")):
+            blocks = ("sequential", "llama") if (index + number) % 2 else ("llama", "sequential")
+            yield from ((name, block, init_fn) for block in (blocks if name == "deepnorm" else blocks[:1]))
+
+
+@pytest.mark.parametrize(("name", "block", "init_fn"), [*initializations()])
+def test_every_initialization_combines_with_every_scheme(name, block, init_fn):
     """Stock draws the same numbers. DeepNorm multiplies v, o and both feed-forward matrices by (8 L)^(-1/4)."""
     stock = draw(layer_norm_type="rms", init_fn="normal", block_type=block).state_dict()
-    for init_fn in ("normal", "normal_scaled", "normal_depth_scaled"):
-        ours = draw(layer_norm_type=f"{name}_rms".lstrip("_"), init_fn=init_fn, block_type=block)
-        assert str(ours.config.init_fn) == init_fn, "building the model changed init_fn in its config"
-        ours = ours.state_dict()
-        for key, value in stock.items():
-            factor = torch.ones(len(value), *[1] * (value.dim() - 1))
-            residual = "attn_out" in key or ("ff_out" in key and "blocks" in key)
-            if name == "deepnorm" and (residual or "v_proj" in key or "ff_proj" in key):
-                factor *= 32**-0.25
-            elif name == "deepnorm" and "att_proj" in key:
-                factor[128:] *= 32**-0.25
-            if residual:
-                number = int(key.split(".")[2]) + 1
-                factor *= {"normal": 1.0, "normal_scaled": 8**-0.5}.get(init_fn, (2 * number) ** -0.5)
-            rtol = 1e-6 if (factor != 1).any() else 0
-            torch.testing.assert_close(ours[key], value * factor, rtol=rtol, atol=0)
+    ours = draw(layer_norm_type=f"{name}_rms".lstrip("_"), init_fn=init_fn, block_type=block)
+    assert str(ours.config.init_fn) == init_fn, "building the model changed init_fn in its config"
+    ours = ours.state_dict()
+    for key, value in stock.items():
+        factor = torch.ones(len(value), *[1] * (value.dim() - 1))
+        residual = "attn_out" in key or ("ff_out" in key and "blocks" in key)
+        if name == "deepnorm" and (residual or "v_proj" in key or "ff_proj" in key):
+            factor *= 16**-0.25
+        elif name == "deepnorm" and "att_proj" in key:
+            factor[128:] *= 16**-0.25
+        if residual:
+            number = int(key.split(".")[2]) + 1
+            factor *= {"normal": 1.0, "normal_scaled": 4**-0.5}.get(init_fn, (2 * number) ** -0.5)
+        rtol = 1e-6 if (factor != 1).any() else 0
+        torch.testing.assert_close(ours[key], value * factor, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["mixln_default:alpha=0.6", "layerscale_rms", "groupln_low_precision", "lns_rms"])
