@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> None:
     """Add the options that all diagnostics share."""
     add = command.add_argument
-    add("--model", required=True, help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers, or a name on the hub")
+    add("--model", required=True, help="folder of OLMo, OLMo-core, Megatron or transformers, or a name on the hub")
     add("--scheme", help="scheme of a model whose config names none, such as lns")
     add(
         "-o",
