@@ -122,7 +122,8 @@ setup-olmo-core:
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(CORE_WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
+		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/transformers/test_names.py \
+		tests/integrations/transformers/test_refusals.py tests/integrations/transformers/test_stock.py tests/integrations/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # The tests that do not need OLMo, on the newest Python: make test-no-olmo PYTHON=python3.13
 test-no-olmo:

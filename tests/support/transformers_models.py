@@ -1,6 +1,7 @@
 """A tiny stock model of each family that the transformers integration supports, and a reference with hooks."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -119,3 +120,14 @@ def trainer(model, folder, **changes):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     return InOrder(model=model, args=arguments, train_dataset=rows())
+
+
+@functools.cache
+def tokenizer():
+    """One token for each of the words w0 … w96."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(97)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = dict(unk_token="w0", eos_token="w1", pad_token="w1")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, padding_side="left", **special)

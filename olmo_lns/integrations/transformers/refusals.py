@@ -26,8 +26,9 @@ _ACCELERATE = (
     "Scaling. Train with another plugin of accelerate (FSDP, DeepSpeed), or in Megatron-LM with --layernorm-scaling."
 )
 _TRL = (
-    "TRL's fused head multiplies the logits of HyperCLOVA X by logits_scaling, and divides those of other model types, "
-    "such as this lns_hyperclovax. Use a loss without the fused head, or a config with logits_scaling=1."
+    "TRL computes the logits of this model by its own code. It multiplies those of the model type hyperclovax by "
+    "logits_scaling, and divides those of other types, such as this lns_hyperclovax. Expected logits_scaling=1 in the "
+    "config. Otherwise fold the model first (olmo_lns.fold), or use a trainer and a loss that call the model's forward."
 )
 
 
@@ -43,22 +44,30 @@ def _has_factor(module: Any) -> bool:
     return any(True for _ in sites.in_model(module))
 
 
-def _injects_kernels(**kwargs: Any) -> bool:
+# Each function takes any arguments, so that a wrong call fails in the other program as without this package.
+def _injects_kernels(*args: Any, **kwargs: Any) -> bool:
     block = getattr(kwargs.get("policy"), "client_module", None)
     return hasattr(block, "named_modules") and _has_factor(block)
 
 
-def _patches_scaled_norm(module: Any, *args: Any, **kwargs: Any) -> bool:
+def _patches_scaled_norm(module: Any = None, *args: Any, **kwargs: Any) -> bool:
     return hasattr(module, "named_modules") and _has_factor(module)  # PEFT may have wrapped the norm
 
 
-def _has_scheme_type(plugin: Any, model: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _has_scheme_type(plugin: Any = None, model: Any = None, *args: Any, **kwargs: Any) -> bool:
     return str(getattr(getattr(model, "config", None), "model_type", "")).startswith(PREFIX)
 
 
-def _has_logits_scaling(model: Any, *args: Any, **kwargs: Any) -> bool:
-    config = model.config.get_text_config()
-    return config.model_type == f"{PREFIX}hyperclovax" and getattr(config, "logits_scaling", None) not in (None, 1.0)
+def _has_logits_scaling(model: Any = None, *args: Any, **kwargs: Any) -> bool:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    is_other_type = getattr(config, "model_type", None) == f"{PREFIX}hyperclovax"
+    return is_other_type and getattr(config, "logits_scaling", None) not in (None, 1.0)
+
+
+def _distils_logits_scaling(trainer: Any = None, student: Any = None, *args: Any, **kwargs: Any) -> bool:
+    teacher = getattr(trainer, "teacher_model", None)  # which FSDP or DDP may have wrapped
+    return any(map(_has_logits_scaling, (student, teacher, getattr(teacher, "module", None))))
 
 
 #: Module of another program -> its function -> whether a call is refused, and the message.
@@ -72,6 +81,10 @@ _REFUSED: dict[str, dict[str, tuple[Callable[..., bool], str]]] = {
         "_patch_layer_norm_module": (_patches_scaled_norm, _LIGER),
     },
     "trl.trainer.utils": {"add_fused_lm_head": (_has_logits_scaling, _TRL)},
+    "trl.trainer.distillation_trainer": {"DistillationTrainer._compute_loss": (_distils_logits_scaling, _TRL)},
+    "trl.experimental.async_distillation.async_distillation_trainer": {
+        "AsyncDistillationTrainer._compute_loss": (_distils_logits_scaling, _TRL)
+    },
 }
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from support import forked
-from support.transformers_models import MODELS, hooked, inputs, read_config, rows, same, stock, trainer
+from support.transformers_models import MODELS, hooked, inputs, read_config, rows, same, stock, tokenizer, trainer
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.transformers import apply, fold, register
@@ -35,15 +35,6 @@ folder, file = sys.argv[1:]
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
 """
-
-
-@functools.cache
-def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{i}": i for i in range(97)}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, unk_token="w0", eos_token="w1", pad_token="w1")
 
 
 def smoothed(model, factor):
