@@ -59,7 +59,7 @@ def _has_scheme_type(plugin: Any = None, model: Any = None, *args: Any, **kwargs
 
 
 def _has_logits_scaling(model: Any = None, *args: Any, **kwargs: Any) -> bool:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else None
     is_other_type = getattr(config, "model_type", None) == f"{PREFIX}hyperclovax"
     return is_other_type and getattr(config, "logits_scaling", None) not in (None, 1.0)
