@@ -67,8 +67,8 @@ def define(arm: Arm) -> Arm:
     if arm.init_fn and arm.initialization != ("upstream" if arm.scheme.is_pre_ln else "plain"):
         raise ValueError(
             f"Arm {arm.name!r} has init_fn {arm.init_fn!r} with initialization {arm.initialization!r}. A scheme "
-            "removes the depth factor of an init_fn, but Pre-LN keeps it. Use upstream with Pre-LN, and plain with "
-            "another scheme."
+            "removes the depth factor of an init_fn, and Pre-LN keeps it. Use upstream if the scheme is Pre-LN, and "
+            "plain for every other scheme."
         )
     ARMS[arm.name] = arm
     return arm

@@ -56,8 +56,8 @@ def check_description(study: Study) -> None:
         labels = [evaluator["label"] for evaluator in run.settings["evaluators"] or ()]
         if "heldout" not in labels or run.settings["no_pre_train_checkpoint"]:
             raise LNSConfigError(
-                f"{study.path} has runs without a held-out loss or without a checkpoint before training. The demo "
-                "shows both. Add an evaluator heldout and no_pre_train_checkpoint: false, as in "
+                f"{study.path} has runs without a held-out loss, or without a checkpoint from before training. The "
+                "demo needs both. Add an evaluator heldout and no_pre_train_checkpoint: false, as in "
                 "configs/study/demo-base.yaml."
             )
 

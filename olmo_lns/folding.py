@@ -77,9 +77,9 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
             others = [owner for module, owner in owners.get(parameter, {}).items() if module not in changed]
             if others and norm.lns_scale != 1.0:
                 raise LNSConfigError(
-                    f"The factor of {name} goes into a weight that {others[0]} has as well, whose output would change. "
-                    f"Expected a weight that no other module has. Give {others[0]} a parameter of its own, with the "
-                    "same values, before you fold."
+                    f"The factor of {name} would be multiplied into a weight that {others[0]} uses as well, which "
+                    f"would change what {others[0]} computes. Expected a weight that no other module uses. Give "
+                    f"{others[0]} a parameter of its own with the same values, and fold again."
                 )
             folded_values[parameter] = value
     saved = {parameter: parameter.data for parameter in folded_values}
@@ -134,9 +134,9 @@ def _require_same_output(
         tolerance = 1e-4 if dtypes <= {torch.float32, torch.float64} else 0.05
         if not difference <= tolerance:  # also true for NaN
             raise MeasurementError(
-                f"{type(model).__name__}: the folded model was expected to give the same output as before. It differs "
-                f"by {difference:.2g} of its size. Other code reads the norms' weights; export the model unfolded, or "
-                "keep running it with olmo-lns."
+                f"{type(model).__name__}: after folding, the output differs by {difference:.2g} of its size. Expected "
+                "the same output as before. Other code in the model reads the weights of the norms. The model was not "
+                "changed, so you can export it without folding, or run it with olmo-lns."
             )
 
 
@@ -217,8 +217,8 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
     if adapters.intersection(all_readers):
         raise LNSConfigError(
-            "a factor goes into a projection with an adapter, which would not be multiplied. Merge adapters first "
-            "(merge_and_unload())."
+            "A factor would be multiplied into a projection with an adapter, and the adapter would not be multiplied. "
+            "Merge the adapters first (merge_and_unload())."
         )
     handles = [norm.register_forward_hook(_doubled) for norm in norms]
     halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in all_readers]
@@ -227,7 +227,11 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     finite = [(a, b) for a, b in pairs if b.numel() and b.isfinite().all()]  # others are masks
     same = all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in finite)
     if not all(readers.values()) or not same:
-        raise LNSConfigError(f"{type(model).__name__}: not only projections read its norms, which have no weights.")
+        raise LNSConfigError(
+            f"{type(model).__name__}: a norm without weights is read by something else than linear layers. Expected "
+            "linear layers only, because the factor has to be multiplied into their weights. Give the norms of this "
+            "model weights, or run it with olmo-lns."
+        )
     _require_all_ran(model, readers, set(matrices) - ran)
     return readers
 
@@ -254,9 +258,10 @@ def _require_all_ran(model: nn.Module, readers: Mapping[Any, list[Any]], idle: s
             path = path.rpartition(".")[0]  # ends at the smallest module with the norm and its readers
         if skipped := [names[module] for module in model.get_submodule(path).modules() if module in idle]:
             raise LNSConfigError(
-                f"The factor of {names[norm]}, a norm without weights, goes into the linear layers that read it. The "
-                f"example does not run {skipped[0]}, which may read it too. Expected an example that runs every part "
-                "of the block, such as all experts. Give a longer example=, or a function that runs several inputs."
+                f"{names[norm]} has no weights, so its factor goes into the linear layers that read it. The example "
+                f"does not run {skipped[0]}, and this layer may read the norm, too. Expected an example that runs "
+                "every part of the block, such as all experts. Pass a longer example=, or a function that runs "
+                "several inputs."
             )
 
 
@@ -274,8 +279,9 @@ def _outputs(run: Callable[[], Any], handles: list[Any]) -> list[torch.Tensor]:
     tensors = [leaf for leaf in tree_leaves(output_as_container(output)) if torch.is_tensor(leaf)]
     if not any(tensor.is_floating_point() for tensor in tensors):
         raise LNSConfigError(
-            f"The forward of the example returned a {type(output).__name__} without floating tensors. Expected an "
-            "output that can be compared before and after. Give example= a function that returns the model's tensors."
+            f"The forward of the example returned a {type(output).__name__} without floating-point tensors. Expected "
+            "an output that can be compared before and after. Pass as example= a function that returns the model's "
+            "tensors."
         )
     return [tensor.detach().clone() for tensor in tensors if tensor.is_floating_point()]
 

@@ -232,9 +232,8 @@ def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
     missing = [f"the module {name} was not found" for name in modules if not _exists(name)]
     if problems := dict.fromkeys([*_problems.get(framework, ()), *missing]):
         raise UpstreamChangedError(
-            f"A scheme was selected, but this {framework} cannot run it: {'; '.join(problems)}. The framework may have "
-            f"moved what olmo-lns wraps. Install another version of {framework} or a newer olmo-lns, or set "
-            f"{DISABLE}=1 to run without a scheme."
+            f"A scheme was selected, but this version of {framework} lacks what olmo-lns needs: {'; '.join(problems)}. "
+            f"Install another version of {framework} or a newer olmo-lns, or set {DISABLE}=1 to run without a scheme."
         )
 
 

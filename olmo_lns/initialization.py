@@ -339,21 +339,23 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
             norms[vars(module)["lns_norm"]].append(module)
     if part := trained_part(norms, [(matrix.name, parameter) for matrix, parameter in marked(model)]):
         raise LNSConfigError(
-            f"{type(model).__name__}: {part}, so the model was trained before. plain_initialization expects freshly "
-            "drawn weights. Build a new model. If it is new, its initialization passes over the scaled norms: compare "
-            "with isinstance(module, …) there, since their class is a subclass of the norm's."
+            f"{type(model).__name__}: {part}, so the model was trained before. plain_initialization expects weights "
+            "that have just been drawn. Build a new model. If this one is new, its own initialization did not reset "
+            "the scaled norms. The class of a scaled norm is a subclass of the norm's class, so compare with "
+            "isinstance(module, …) there."
         )
     if found.rule is None:
         raise LNSConfigError(
-            f"{type(model).__name__}: found no weights to measure in its residual output projections. Expected "
-            f"matrices of at least {_MEASURABLE} elements, drawn and not on the meta device. Initialize the weights "
-            "first, then call plain_initialization(model) again."
+            f"{type(model).__name__}: no residual output projection could be measured. Expected matrices of at least "
+            f"{_MEASURABLE} elements that are drawn and not on the meta device. Initialize the weights first, then "
+            "call plain_initialization(model) again."
         )
     if not found.rule:
         raise LNSConfigError(
-            f"{type(model).__name__}: the residual output projections ({found.values}) follow no rule that is known. "
-            "Expected freshly drawn weights times 1/sqrt(2L) or 1/sqrt(2l), or without a depth factor. Draw these "
-            "weights as you want them; a scheme needs no other initialization."
+            f"{type(model).__name__}: the standard deviations of the residual output projections ({found.values}) "
+            "follow no rule that olmo-lns knows. Expected weights that have just been drawn, with the factor "
+            "1/sqrt(2L), 1/sqrt(2l) or none. Draw these weights as you want them. A scheme does not need "
+            "plain_initialization."
         )
     if found.rule == "plain":
         return "plain initialization: scaled initialization was off, nothing changed"
@@ -587,8 +589,8 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
         measured = True
         if not 0.85 * std <= actual_std <= 1.15 * std:
             raise MeasurementError(
-                f"{where}, {name}: found weights drawn with a standard deviation of {actual_std:.4g}, expected "
-                f"{std:.4g}. This upstream version does not initialize its output projections as requested. "
-                "OLMO_LNS_DISABLE=1 runs without a scheme."
+                f"{where}, {name}: the weights were drawn with a standard deviation of {actual_std:.4g}. Expected "
+                f"{std:.4g}. This version of the framework does not initialize its output projections as requested. "
+                "Use another version, or set OLMO_LNS_DISABLE=1 to run without a scheme."
             )
     return measured

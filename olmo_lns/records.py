@@ -44,10 +44,10 @@ def record(model: Any) -> dict[str, Any]:
         expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]
         if len({counts[site] for site in expected}) > 1:
             raise MeasurementError(
-                f"{type(model).__name__}: each of its {n_layers} blocks was expected to have norms with a factor in "
-                f"both sub-layers, found {len(set(expected) & counts.keys())} of {len(expected)} sub-layers. A norm "
-                "or a block was replaced, or this is a stage of the model. Apply the scheme after a replacement, and "
-                "take the record before the model is split."
+                f"{type(model).__name__} has a factor in {len(set(expected) & counts.keys())} of its {len(expected)} "
+                f"sub-layers. Expected a factor in each sub-layer of its {n_layers} blocks, equally often. A norm or a "
+                "block was replaced after the scheme was applied, or this is only one stage of the model. Apply the "
+                "scheme after the replacement, and take the record before the model is split."
             )
     return {"scheme": str(sites.read_back(model)), "norms": norms}
 
@@ -85,9 +85,9 @@ def require(model: Any, saved: Any) -> None:
     if running["scheme"] == saved["scheme"] and running["norms"] != saved["norms"]:
         foreign = sorted(saved["norms"].keys() ^ running["norms"].keys())
         raise LNSConfigError(
-            f"the checkpoint's record is of another model than this {type(model).__name__}: it names "
-            f"{len(saved['norms'])} norms, this model has {len(running['norms'])}. The first difference is "
-            f"{foreign[0] if foreign else 'the number of a block'}. Build the model of the checkpoint."
+            f"The checkpoint's record names {len(saved['norms'])} norms, but this {type(model).__name__} has "
+            f"{len(running['norms'])}. The first difference is {foreign[0] if foreign else 'the number of a block'}. "
+            "The record belongs to another model. Build the model that wrote the checkpoint."
         )
 
 
@@ -144,13 +144,13 @@ def require_fresh(trained_part: str, running: Scheme, *, source: object, trained
     if not trained_part or trained is not None:
         return
     message = (
-        f"{source}: {trained_part}, so the model was trained before, or its weights hold a factor. {running} expects "
-        f"fresh weights, or weights that were trained under {running}."
+        f"{source}: {trained_part}. The model was therefore trained before, or a factor is already in its weights. "
+        f"{running} expects fresh weights, or weights that were trained under {running}."
     )
     if settings.is_set(settings.ALLOW_MISMATCH):
         log.warning("%s It is applied anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
         return
     raise CheckpointMismatchError(
-        f"{message} If they were, apply it with trained=True. If these weights start in this way, use trained=False. "
-        f"{settings.ALLOW_MISMATCH}=1 applies it to any weights."
+        f"{message} If the weights were trained under {running}, pass trained=True. If they are fresh and only start "
+        f"with such values, pass trained=False. {settings.ALLOW_MISMATCH}=1 switches this check off."
     )

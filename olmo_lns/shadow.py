@@ -164,9 +164,9 @@ def runnable_copy(model: nn.Module, weights: RandomWeights | None = None) -> nn.
         copied: nn.Module = (weights or RandomWeights()).copy(model, device=device_of(model))
     except Exception as error:
         raise MeasurementError(
-            f"{type(model).__name__} could not be copied before its weights exist ({type(error).__name__}: {error}). "
-            "Expected a model that copy.deepcopy takes. Apply the scheme once the weights exist, before the model is "
-            "sharded."
+            f"{type(model).__name__} has no weights yet, and could not be copied ({type(error).__name__}: {error}). "
+            "Expected a model that copy.deepcopy can copy. Apply the scheme when the weights exist, and before the "
+            "model is sharded."
         ) from error
     return copied
 

@@ -102,9 +102,9 @@ def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers
     actual = [(site.layer_number, site.sub_layer) for _, _, site in in_model(model)]
     if sorted(actual) != sorted(expected) or read_back(model) != scheme:
         raise MeasurementError(
-            f"{scheme.definition.title} was selected ({scheme}): found {read_back(model)} on {len(actual)} sub-layers "
-            f"{actual}, expected {expected}. This framework builds its blocks in an unknown way: report this error, or "
-            "run without a scheme."
+            f"{scheme.definition.title} was selected ({scheme}). Expected it on {expected}, but found "
+            f"{read_back(model)} on {len(actual)} sub-layers {actual}. This version of the framework builds its blocks "
+            "in a way that olmo-lns does not know. Report this error, or run without a scheme."
         )
 
 
@@ -137,9 +137,9 @@ def stock_classes(model: Any) -> dict[Any, type]:
         bases = type(module).__dict__.get("lns_bases")
         if bases is None:
             raise LNSConfigError(
-                f"{name or 'The norm'} has the class {type(module).__name__}, which something else gave it after the "
-                "scheme was applied, such as a parametrization or fully_shard. Expected the class that the scheme "
-                "gave. Remove what was added first, such as by torch.nn.utils.parametrize.remove_parametrizations."
+                f"Other code has changed the class of {name or 'the norm'} to {type(module).__name__} after the scheme "
+                "was applied. A parametrization and fully_shard do this. Expected the class that the scheme had set. "
+                "Undo that change first, for example with torch.nn.utils.parametrize.remove_parametrizations."
             )
         stock[module] = bases[1]
     return stock

@@ -98,7 +98,9 @@ def test_a_weight_that_two_blocks_share_is_not_folded_and_the_scheme_stays():
     model.layers[1].n1.weight = model.layers[2].n1.weight
     olmo_lns.apply(model, example=X)
     expected, state = model(X), copy.deepcopy(model.state_dict())
-    with pytest.raises(LNSError, match=r"layers\.\d\.n1 goes into a weight that layers\.\d\.n1 has as well"):
+    with pytest.raises(
+        LNSError, match=r"layers\.\d\.n1 would be multiplied into a weight that layers\.\d\.n1 uses as well"
+    ):
         olmo_lns.fold(model, example=X)
     assert torch.equal(model(X), expected)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -126,7 +128,7 @@ def test_a_model_that_reads_a_gain_elsewhere_is_not_folded_and_the_scheme_stays(
     torch.manual_seed(0)
     model = olmo_lns.apply(ReadsGainElsewhere(), example=X)
     expected = model(X)
-    with pytest.raises(LNSError, match="expected to give the same output"):
+    with pytest.raises(LNSError, match="Expected the same output as before"):
         olmo_lns.fold(model, example=X)
     assert torch.equal(model(X)[1], expected[1]) and len(list(sites.in_model(model))) == 8
 
@@ -136,7 +138,9 @@ def test_a_gain_that_an_unscaled_norm_has_as_well_is_not_folded():
     model.memory = nn.LayerNorm(kinds.D)  # which the example does not run
     model.memory.weight = model.layers[3].n2.weight
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(LNSConfigError, match=r"layers\.3\.n2 goes into a weight that memory has as well"):
+    with pytest.raises(
+        LNSConfigError, match=r"layers\.3\.n2 would be multiplied into a weight that memory uses as well"
+    ):
         olmo_lns.fold(model, example=X)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert len(list(sites.in_model(model))) == 8
@@ -174,7 +178,7 @@ def test_experts_that_the_example_skips_prevent_a_fold():
     many = torch.randn(64, 8, kinds.D)
     expected = model(many)
     with pytest.raises(
-        LNSConfigError, match=r"does not run layers\.\d\.experts\.experts\.\d\.0.* Give a longer example="
+        LNSConfigError, match=r"does not run layers\.\d\.experts\.experts\.\d\.0.* Pass a longer example="
     ):
         olmo_lns.fold(model, example=X[:1, :1])
     torch.testing.assert_close(model(many), expected, rtol=0, atol=0)
@@ -186,7 +190,9 @@ def test_a_norm_with_a_parametrization_is_not_folded_and_the_scheme_stays():
     parametrize = torch.nn.utils.parametrize
     parametrize.register_parametrization(model.layers[1].n1, "weight", nn.Tanh())
     expected = model(X)
-    with pytest.raises(LNSConfigError, match=r"layers\.1\.n1 has the class Parametrized.*Remove what was added first"):
+    with pytest.raises(
+        LNSConfigError, match=r"changed the class of layers\.1\.n1 to Parametrized.*Undo that change first"
+    ):
         olmo_lns.fold(model, example=X)
     assert torch.equal(model(X), expected) and len(list(sites.in_model(model))) == 8
 
@@ -286,7 +292,7 @@ def test_a_record_survives_json_and_wrappers():
             lambda: olmo_lns.apply(kinds.Stack(), example=X),
             lambda: olmo_lns.apply(kinds.Stack(count=5), example=X),
             LNSConfigError,
-            "another model.*10 norms, this model has 8",
+            "names 10 norms, but this .* has 8.*another model",
         ),
     ],
 )
@@ -304,7 +310,7 @@ def test_a_value_that_is_no_record_is_refused(saved):
 def test_a_model_with_a_replaced_norm_has_no_record():
     model = olmo_lns.apply(kinds.Stack(), example=X)
     model.layers[2].n1 = nn.LayerNorm(kinds.D)
-    with pytest.raises(LNSError, match="7 of 8 sub-layers"):
+    with pytest.raises(LNSError, match="7 of its 8 sub-layers"):
         olmo_lns.record(model)
 
 

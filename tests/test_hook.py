@@ -240,6 +240,7 @@ def test_a_missing_function_is_named_where_a_scheme_is_selected_if_it_is_needed(
     hook.require_wrapped("lns_fake_upstream")
     assert not hook.wrap("lns_fake_upstream:Gone.method", doubled)
     with pytest.raises(
-        UpstreamChangedError, match="this lns_fake_upstream cannot run it: lns_fake_upstream:Gone.method was not found"
+        UpstreamChangedError,
+        match="this version of lns_fake_upstream lacks what olmo-lns needs: lns_fake_upstream:Gone.method was not found",
     ):
         hook.require_wrapped("lns_fake_upstream")

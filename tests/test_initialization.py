@@ -338,12 +338,12 @@ def held_by_deepspeed(model):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: wide(wang), "follow no rule that is known"),
+        (lambda: wide(wang), "follow no rule that olmo-lns knows"),
         (
             lambda: train(wide(nanogpt)),
             r"weights of its norm layers\.\*\.n2 are not at their start, so the model was trained before",
         ),
-        (lambda: olmo_lns.apply(wide(nanogpt)).to("meta"), "found no weights to measure"),
+        (lambda: olmo_lns.apply(wide(nanogpt)).to("meta"), "no residual output projection could be measured"),
         (lambda: held_by_deepspeed(wide(nanogpt)), "Call it earlier"),
         (lambda: nn.Linear(4, 4), "example"),
         (lambda: given(Inlined()), "Draw these weights like all others"),

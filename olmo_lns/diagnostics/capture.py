@@ -92,8 +92,8 @@ def _observed(block: nn.Module, index: int, observer: Observer) -> Callable[...,
         if (found := call_of(args, kwargs, returned)) is None:
             raise LNSError(
                 f"{type(block).__name__} takes {len(args)} arguments and {sorted(kwargs)}, and returns a "
-                f"{type(returned).__name__}. A transformer block takes a hidden state and returns one of the same "
-                "shape. Name the list of transformer blocks with --blocks."
+                f"{type(returned).__name__}. Expected a transformer block, which takes a hidden state and returns one "
+                "of the same shape. Pass the path of the list of transformer blocks with --blocks."
             )
         replacement = observer(index, BlockCall(found, returned))
         return returned if replacement is None else replacement

@@ -102,9 +102,10 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
     saved = [float(value) for value in load_keys(str(weights), names)] if names else []
     if scheme is None:
         raise LNSConfigError(
-            f"{folder} was trained with block.name={DEFAULT_SCALED}. The factors in its buffers are {saved}. "
-            "OLMo-core up to 3.0 overwrites these buffers when it initializes weights; a version without them keeps "
-            "the factor. Name the scheme of the training run: --scheme lns or --scheme preln."
+            f"{folder} was trained with block.name={DEFAULT_SCALED}. Its config does not show whether the factors took "
+            f"effect, and its buffers have the factors {saved}. OLMo-core up to 3.0 overwrites these buffers when it "
+            "initializes weights. A version without buffers always applies the factors. Name the scheme of the "
+            "training run with --scheme lns or --scheme preln."
         )
     expected = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
     if saved and not (len(saved) == n_layers and np.allclose(saved, expected, rtol=1e-6, atol=0)):

@@ -100,9 +100,9 @@ def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
         error, allowed = _largest_difference(entries, stock.model), _allowed(entries)
         if not error <= allowed:
             raise LNSConfigError(
-                f"{stock.folder}: the exported model computes other logits than the checkpoint. They differ by "
-                f"{error:.1e}, and rounding explains {allowed:.1e}; the largest logit is {entries['largest']:.1e}. "
-                "Give --dtype fp32. If that fails as well, report this error."
+                f"{stock.folder}: the logits of the exported model differ from those of the checkpoint by {error:.1e}. "
+                f"Rounding explains at most {allowed:.1e}, and the largest logit is {entries['largest']:.1e}. Pass "
+                "--dtype fp32. If the error remains, report it."
             )
     entries = {"exported_with": _versions(), **entries, **_of_export(stock, folder)}
     (folder / FILE).write_text(json.dumps(entries), encoding="utf-8")

@@ -153,9 +153,9 @@ def refuse_offloaded(model: nn.Module) -> None:
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             raise LNSConfigError(
-                f"accelerate has offloaded the weights of {name or type(model).__name__} to the CPU or the disk and "
-                "loads them for each forward. Expected weights in the model itself. Load the model without device_map= "
-                "or offloading, or call accelerate.hooks.remove_hook_from_submodules(model) first."
+                f"accelerate has offloaded the weights of {name or type(model).__name__} to the CPU or the disk, and "
+                "loads them for each forward. Expected the weights in the model itself. Load the model without "
+                "device_map= and offloading, or call accelerate.hooks.remove_hook_from_submodules(model) first."
             )
 
 
@@ -495,9 +495,9 @@ def _require_no_factor(found: probe.BlockSites, known: probe.BlockSites, number:
     """
     if found.replay.matches_scaled(known.replay, math.sqrt(first / number)):
         raise LNSConfigError(
-            f"block {number} ({type(found.replay.block).__name__}) is block {first} with its norms' outputs times "
-            f"sqrt({first}/{number}): this model has LayerNorm Scaling in its own code. Expected a model without it, "
-            "since the factors would be applied twice. Remove the model's own factor, or do not call apply."
+            f"Block {number} ({type(found.replay.block).__name__}) computes what block {first} computes if the outputs "
+            f"of its norms are multiplied by sqrt({first}/{number}). This model therefore has LayerNorm Scaling in its "
+            "own code, and apply() would multiply twice. Remove the model's own factor, or do not call apply()."
         )
 
 
@@ -509,8 +509,8 @@ def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Mo
     counts = {names[norm]: traced.runs.get(norm, 0) for each in norms for norm in each}
     if problems := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
-            f"one forward of the model runs the norms {', '.join(problems)}, expected each once: other code bypasses "
-            "them, or another part of the model shares the norm. Use a separate norm in each place."
+            f"One forward of the model runs the norms {', '.join(problems)}. Expected each norm to run once. Either "
+            "other code bypasses a norm, or two parts of the model share it. Use a separate norm in each place."
         )
 
 
@@ -557,9 +557,9 @@ def _norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: Ari
         return ()
     if modes := _differences(block, found, arithmetic_of, hooked=True):
         raise MeasurementError(
-            f"{type(block).__name__} computes something else than its norms {' and '.join(found.names)} give "
-            f"{modes[0]}, where no hook is registered: it reads their weights past their forward. Switch that fused "
-            "kernel off."
+            f"{type(block).__name__} does not compute what its norms {' and '.join(found.names)} give {modes[0]} if no "
+            "hook is registered on them. A fused kernel in it reads the weights of the norms and does not call the "
+            "norms, so a factor would be lost. Switch that kernel off."
         )
     return found.names
 
@@ -731,8 +731,9 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
     # If two forwards with hooks differ as well, the model has a state that each forward changes. It is not compared.
     if not same(without, hooked) and same(hooked, output(hooked=True)):
         raise MeasurementError(
-            f"{type(model).__name__} gives something else without hooks on its norms than with them: outside of its "
-            "blocks it reads their weights past their forward. Switch that fused kernel off."
+            f"{type(model).__name__} computes something else if hooks are registered on its norms. Expected the same "
+            "result. A fused kernel outside of its blocks reads the weights of the norms and does not call the norms. "
+            "Switch that kernel off."
         )
 
 

@@ -124,9 +124,9 @@ def _decide(requested: str, origin: str) -> Backend:
     if requested == "te" and (problem or import_problem):
         problems = "; and ".join(dict.fromkeys(filter(None, (problem, import_problem))))
         raise BackendUnavailableError(
-            f"the norm backend 'te' was selected by {origin} and cannot run: {problems}. Install a "
-            f"supported release ({install_command('te', '--no-build-isolation')}) on a machine with an NVIDIA GPU, "
-            f"or set {NORM_BACKEND}=auto."
+            f"The norm backend 'te' was selected by {origin}, but it cannot run here: {problems}. Install a supported "
+            f"release ({install_command('te', '--no-build-isolation')}) on a machine with an NVIDIA GPU, or set "
+            f"{NORM_BACKEND}=auto."
         )
     if import_problem:
         return _torch_backend(device, import_problem)

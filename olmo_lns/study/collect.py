@@ -85,8 +85,8 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
     shape = run.shape
     if shape.steps and curve.total_steps not in (None, shape.steps):
         raise LNSConfigError(
-            f"The log of run {run.name} counts to {curve.total_steps} steps, but the config of this study to "
-            f"{shape.steps}. Pass the description that launched the run, or remove its folder and train it again."
+            f"According to its log, run {run.name} has {curve.total_steps} steps, but its config has {shape.steps}. "
+            "Pass the description with which the run was launched, or remove the folder of the run and train it again."
         )
     loss, points = curve.final(study.final_fraction) if curve.is_done else (None, 0)
     status = COMPLETE if curve.is_done else INCOMPLETE if curve.losses else MISSING

@@ -95,8 +95,8 @@ def check_launch(study: Study) -> None:
     script = study.launch.command
     if script != "train" and not os.path.isfile(bundled_configs.script_path(script)):
         raise LNSConfigError(
-            f"{study.path}: the training script {script!r} (launch.command) was not found in this folder. Run the "
-            "command in the framework's checkout, or write the path of the script into the description."
+            f"{study.path}: the training script {script!r} (launch.command) is not in this folder. Run the command in "
+            "a checkout of the framework, or write the path of the script into the description."
         )
 
 

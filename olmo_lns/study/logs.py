@@ -291,6 +291,6 @@ def _check_gaps(curve: Curve, folder: Path) -> None:
     for step, distance, neighbour in zip(curve.logged, distances, neighbours, strict=False):
         if distance > 2 * max(interval, neighbour):  # a run may be resumed with another log interval
             raise LNSConfigError(
-                f"{folder}: no log line was found between the steps {step} and {step + distance}. The usual distance "
-                f"is {interval}. Restore the missing log, or remove the folder to train the run again."
+                f"{folder}: the log has no line between the steps {step} and {step + distance}. Expected one every "
+                f"{interval} steps. Restore the missing log, or remove the folder and train the run again."
             )

@@ -68,9 +68,9 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
                 unknown.setdefault(key, f"{key} ({values})")
             else:
                 raise LNSConfigError(
-                    f"{reference.name} and {run.name} differ in {key}, which their arms do not set. It is "
-                    f"{expected.get(key)!r} in the first and {current.get(key)!r} in the second. Use one value for "
-                    "both, so that their losses can be compared."
+                    f"{reference.name} and {run.name} differ in {key}: the first has {expected.get(key)!r}, the second "
+                    f"has {current.get(key)!r}. Compared runs may differ only in the settings of their arms. Use the "
+                    "same value in both configs."
                 )
     if unknown:
         log.warning(

@@ -54,9 +54,9 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Pa
     """
     if study.data in CORPUS_BUILDERS:
         raise LNSConfigError(
-            f"{study.path} has data: {study.data}, a text that --run makes on one machine. A Slurm job needs a folder "
-            f"of data. Write its path into the key data, or remove the key and set {study.engine.data_variable}, or "
-            "pass --run instead of --slurm."
+            f"{study.path} has data: {study.data}, a text that --run writes on one machine. A Slurm job needs a folder "
+            "with data that all machines can read. Write its path into the key data, remove the key and set "
+            f"{study.engine.data_variable}, or pass --run instead of --slurm."
         )
     check_launch(study)
     texts = {}

@@ -48,9 +48,10 @@ def require_same_in_training(
     if again or added:
         raise LNSConfigError(
             f"{type(model).__name__}: in training mode its forward runs {', '.join(again or added)} "
-            f"{'several times' if again else 'as well, which look like blocks and do not run in eval mode'}. Expected "
-            "the same blocks, once each, in both modes. If their numbers are right, give the blocks, "
-            "blocks=model.layers, or an example= that runs them once: example=lambda model: model.encoder(ids)."
+            f"{'several times' if again else 'too. They look like blocks, and they do not run in eval mode'}. Expected "
+            "the same blocks in both modes, each of them once. If the numbers of the blocks are right, pass "
+            "blocks=model.layers, or an example= that runs them once, such as example=lambda model: "
+            "model.encoder(ids)."
         )
 
 

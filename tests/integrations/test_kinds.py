@@ -303,7 +303,11 @@ REFUSED = {
         {},
         "training mode its forward runs last",
     ),
-    "a factor of its own": (kinds.own_factors, {}, r"block 2 .* times sqrt\(1/2\): this model has LayerNorm Scaling"),
+    "a factor of its own": (
+        kinds.own_factors,
+        {},
+        r"Block 2 .* by sqrt\(1/2\). This model therefore has LayerNorm Scaling",
+    ),
     "two layers of one branch": (lambda: kinds.Stack(lambda: kinds.TwoLayers(kinds.Layer)), {}, "built alike"),
     "two parallel blocks": (kinds_of(kinds.TwoParallel), {}, "built alike"),
     "a bypass where there are gradients": (kinds_of(kinds.Bypass), {}, "with gradients its branches bypass"),

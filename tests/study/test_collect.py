@@ -60,7 +60,7 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
         ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in optimizer.weight"),
         ({"global_train_batch_size": 16}, "settings. global_train_batch_size is 16 in the folder and 8 in this study"),
         ({"optimizer.learning_rate": 2e-3}, "optimizer.learning_rate is 0.002 in the folder and 0.001 in this study"),
-        ({"data.paths": ["/elsewhere.npy"]}, "differ in data.paths, which their arms do not set"),
+        ({"data.paths": ["/elsewhere.npy"]}, "differ in data.paths: the first has"),
     ):
         built.finish("b-lns-s1", 2.3, **changed)
         with pytest.raises(LNSConfigError, match=message):
@@ -97,7 +97,7 @@ def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built
         built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"), device_train_microbatch_size=1)
     assert len(collect(study, built.out)) == len(names)
     (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0}, total=999))
-    with pytest.raises(LNSConfigError, match="counts to 999 steps, but the config of this study to 20"):
+    with pytest.raises(LNSConfigError, match="has 999 steps, but its config has 20"):
         collect(study, built.out)
 
 
@@ -107,7 +107,7 @@ def test_a_description_whose_arms_differ_in_other_settings_is_refused_before_it_
         built.description["arms"] = {"preln": {}, "lns": {key: value}}
         built.save()
         for words in (["plan", str(built.path)], ["launch", str(built.path), "--out", str(built.out)]):
-            with pytest.raises(LNSConfigError, match=f"a-preln-s2 and a-lns-s2 differ in {key}, which"):
+            with pytest.raises(LNSConfigError, match=f"a-preln-s2 and a-lns-s2 differ in {key}: the first"):
                 cli.main(words)
 
 
@@ -134,7 +134,7 @@ def test_runs_of_megatron_are_collected_and_compared(tmp_path):
         ("complete", 2.5, 2, 85_074_432)
     ] * 2
     for changed, message in (
-        ({"data_path": "['/data/y']"}, r"differ in data_path.*x.* in the first and .*y"),
+        ({"data_path": "['/data/y']"}, r"differ in data_path: .*x.*y"),
         ({"num_layers": 9}, "other settings. num_layers is '9' in the folder and 8 in this study"),
         ({"layernorm_scaling_exponent": 0.25}, "does not match its arm. layernorm_scaling_exponent is 0.25"),
     ):

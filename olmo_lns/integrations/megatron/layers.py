@@ -217,10 +217,10 @@ def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, 
         is_wrong |= bool(model.post_process) and indices[-1] != last_index + 2 * len(mtps)
     if is_wrong or min(indices, default=1) < 1:
         raise MeasurementError(
-            f"{type(model).__name__}: found norms of the blocks {[f'{n} {sub}' for _, n, sub in located]}, expected "
-            "norms of attention and MLP in turn in this pipeline stage, numbered globally from 1 to "
-            f"{last_index / 2:g}. LayerNorm Scaling supports plain transformers only (hybrid patterns: '*-' or '*E' "
-            "repeated)."
+            f"{type(model).__name__}: the norms found in this pipeline stage belong to "
+            f"{[f'{n} {sub}' for _, n, sub in located]}. Expected norms of attention and MLP in turn, with global "
+            f"block numbers from 1 to {last_index / 2:g}. LayerNorm Scaling supports plain transformers, and hybrid "
+            "models whose pattern repeats '*-' or '*E'. Use such a model, or remove the flag."
         )
     return last_index // 2
 

@@ -170,9 +170,10 @@ def _rows_of_v(block: Any) -> torch.Tensor:
     first = sum(sizes[:rank]) % total
     if sum(sizes) % total or first + weight.numel() > total:
         raise LNSConfigError(
-            f"the gain on the v rows of att_proj cannot be placed: this process has {weight.numel()} of {total} "
-            f"elements, all ranks {sizes}, which are not consecutive parts. Use model.block_type: llama, whose v_proj "
-            "is a matrix of its own, or initialize without meta device (model.init_device: cpu)."
+            "The gain on the v rows of att_proj cannot be initialized, because the ranks do not have consecutive "
+            f"parts of this matrix. This process has {weight.numel()} of {total} elements, and all ranks have {sizes}. "
+            "Use model.block_type: llama, in which v_proj is a separate matrix, or initialize without the meta device "
+            "(model.init_device: cpu)."
         )
     return weight[max(0, total - rows * width - first) :]
 
@@ -222,9 +223,9 @@ def check_forward(
         error = float((copied(x, attention_bias=None)[0] - stock).norm() / stock.norm())
     if not error < probe.SAME:
         raise MeasurementError(
-            f"{where} ({type(block).__name__}): found a relative difference of {error:.2g} between OLMo's own forward "
-            "and this package's with the plan of Pre-LN, expected none. Only schemes that multiply a norm, such as "
-            "lns, run in this OLMo."
+            f"{where} ({type(block).__name__}): with the plan of Pre-LN, this package's forward differs from OLMo's "
+            f"own by {error:.2g} of its size. Expected no difference. In this version of OLMo, use a scheme that only "
+            "multiplies norms, such as lns."
         )
     return None
 

@@ -35,9 +35,9 @@ def report(model: Any, n_layers: int) -> None:
     schemes = {site.layer_number: site.scheme for _, _, site in sites.in_model(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
         raise LNSConfigError(
-            f"A scheme was selected, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
-            "are OLMo-core's own. block_overrides and named blocks are separate configs, and each needs the class. "
-            "Call olmo_lns.olmo_core.apply(config), which sets it in all of them."
+            f"A scheme was selected, but the blocks {[number - 1 for number in missing]} of {n_layers} (counted from "
+            "0) are OLMo-core's own. Each config in block_overrides and each named block is separate, and needs "
+            "olmo-lns's class as well. Call olmo_lns.olmo_core.apply(config), which sets the class in all of them."
         )
     if len(set(schemes.values())) > 1:
         raise LNSConfigError(
@@ -96,8 +96,8 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
             initialization.check_drawn({last: two.weight}, std, where=f"block {number}")
         except MeasurementError as error:
             raise LNSConfigError(
-                f"init_method={init_method} draws the residual projections with a depth factor, which a scheme "
-                f"replaces ({error}). Set init_method=normal or fan_in, or keep both deliberately with "
+                f"init_method={init_method} draws the residual output projections with a depth factor ({error}). A "
+                "scheme replaces this factor. Set init_method=normal or fan_in. If you want both, set "
                 "block.initialization=upstream."
             ) from None
 

@@ -71,9 +71,9 @@ def _base(name: tuple[str, int], family: _Family) -> float:
     bases = [std * math.sqrt(2 * number) for number, std in family.items()]
     if not all(_same(base, bases[0]) for base in bases):
         raise LNSConfigError(
-            f"{name[0]} is drawn with the standard deviations {family} by block. A scheme replaces a depth factor of "
-            "1/sqrt(2l) or 1/sqrt(2L) in block l of L, and this is neither. Give all blocks one value, or keep the "
-            'initializers with olmo_lns.torchtitan.lns={"keep_scaled_init": true}.'
+            f"{name[0]} is drawn with the standard deviations {family} by block. A scheme can replace a depth factor "
+            "of 1/sqrt(2l) or 1/sqrt(2L) in block l of L, but this is neither. Give all blocks one value, or keep the "
+            f'initializers with olmo_lns.torchtitan.lns={{"keep_scaled_init": true}}.'
         )
     return bases[0]
 

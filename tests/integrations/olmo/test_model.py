@@ -56,7 +56,8 @@ def test_a_part_that_is_not_there_is_an_error_only_where_a_scheme_is_selected(mo
     monkeypatch.setattr(hook, "_problems", {"olmo": ["olmo.model:OLMo.reset_parameters was not found"]})
     OLMo(model_config(layer_norm_type="rms"))
     with pytest.raises(
-        UpstreamChangedError, match="this olmo cannot run it: olmo.model:OLMo.reset_parameters was not found"
+        UpstreamChangedError,
+        match="this version of olmo lacks what olmo-lns needs: olmo.model:OLMo.reset_parameters was not found",
     ):
         OLMo(model_config(layer_norm_type="lns_rms"))
 

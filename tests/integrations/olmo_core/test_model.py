@@ -39,9 +39,8 @@ def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block,
 def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog):
     config = small.config()
     config.init_method = type(config.init_method)(method)
-    with pytest.raises(
-        LNSConfigError, match=f"init_method={method} draws the residual projections with a depth factor"
-    ):
+    message = f"init_method={method} draws the residual output projections with a depth factor"
+    with pytest.raises(LNSConfigError, match=message):
         small.model(apply(copy.deepcopy(config)))
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
         kept = small.model(apply(copy.deepcopy(config), initialization="upstream"), seed=None)

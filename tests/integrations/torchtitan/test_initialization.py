@@ -87,6 +87,6 @@ def test_drawn_weights_are_measured():
     model = titan.build("llama3", titan.LNS)
     model.layers["4"].attention.wo._param_init = {"weight": partial(torch.nn.init.normal_, std=0.01)}
     with pytest.raises(
-        MeasurementError, match=r"layers.4.attention.wo, weight: found weights drawn with .* expected 0.02"
+        MeasurementError, match=r"layers.4.attention.wo, weight: the weights were drawn with .* Expected 0.02"
     ):
         titan.with_weights(model)

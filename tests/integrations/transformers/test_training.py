@@ -112,7 +112,7 @@ def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, k
         expected = tuned(**inputs(kind)).logits
         if not kept:
             refused = copy.deepcopy(tuned)
-            with pytest.raises(LNSConfigError, match="Merge adapters first"):
+            with pytest.raises(LNSConfigError, match="Merge the adapters first"):
                 fold(refused.base_model.model)
             assert torch.equal(refused(**inputs(kind)).logits, expected)  # the refused fold changed no projection
         merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
