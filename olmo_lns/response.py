@@ -45,6 +45,11 @@ class Response:
     dtype: torch.dtype
     output_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of what was measured, for the start-up line."""
+        return ("output",) if self.gradient is None else ("output", "gradient")
+
     def problem(self, before: Response, factor: float) -> str:
         """Describe the first value that is not ``factor`` times the one in ``before``, or return ``""`` if all are.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import types
 from dataclasses import replace
@@ -23,6 +24,8 @@ from olmo_lns.errors import MeasurementError
 from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
 from olmo_lns.response import Response, first_output, measure_response, replace_first
 from olmo_lns.schemes import Plan
+
+log = logging.getLogger("olmo_lns")
 
 
 class PicklableSubclass:
@@ -186,7 +189,7 @@ def scale(
     plan_without_factor: Plan = Scaled.lns_plan_without_factor,
     factor_name: str = Scaled.lns_factor_name,
     respond: Callable[[Any], Response] | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Multiply the output of ``module`` by ``factor``, in place, and compare its output with the one before.
 
     :param where: place of the module in the model, for error messages.
@@ -195,12 +198,13 @@ def scale(
         of ``width`` channels.
     :param arithmetic: the arithmetic of a norm whose class is known. Its gain and bias are then multiplied, unless its
         forward is wrapped or the result is not ``factor`` times the framework's output. In these cases, and for None,
-        the output is multiplied.
+        the output is multiplied. The reason is in the start-up line, and its details are in the log.
     :param mixin: a class that is tried instead of :class:`ScaledGainNorm`, under the same conditions.
     :param plan_without_factor: the plan that the module computes without this factor.
     :param factor_name: the field of the plan which the factor sets.
     :param respond: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
         which expects a norm.
+    :returns: what was measured, which is ``("output", "gradient")`` for a norm.
     :raises MeasurementError: if neither way results in ``factor`` times the output before. The module is left
         unchanged.
 
@@ -217,7 +221,8 @@ def scale(
         ) from error
     mixins: list[type[Scaled]] = [ScaledOutput]
     mixin = ScaledGainNorm if arithmetic is not None else mixin
-    if mixin is not None and "forward" not in vars(module) and (mixin.lns_calls_forward or _takes_one_input(stock)):
+    reason = "" if mixin is None else _reason_against(mixin, module)
+    if mixin is not None and not reason:
         mixins.insert(0, mixin)
     for mixin in mixins:
         try:
@@ -243,12 +248,26 @@ def scale(
         except Exception as error:  # the arithmetic needs an attribute that is missing
             problem = f"{type(error).__name__}: {error}"
         if not problem:
-            return
+            if reason:
+                module.lns_how_applied = f"outputs multiplied ({reason})"
+            return stock_response.measured
         restore_class(module, stock)
+        if mixin is not ScaledOutput:
+            reason = "the multiplied gain gave another result"
+            log.info("%s (%s): %s: %s. The output is multiplied instead.", where, stock.__name__, reason, problem)
     raise MeasurementError(
         f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
         "output can be scaled."
     )
+
+
+def _reason_against(mixin: type[Scaled], module: Any) -> str:
+    """Return the reason why a module cannot be scaled by ``mixin``, or ``""`` if that can be tried."""
+    if "forward" in vars(module):
+        return "the forward is replaced on the norm"
+    if not (mixin.lns_calls_forward or _takes_one_input(type(module))):
+        return "the forward of the norm is wrapped"
+    return ""
 
 
 def forbid_fused_kernels(module: Any) -> None:
@@ -257,10 +276,10 @@ def forbid_fused_kernels(module: Any) -> None:
     In eval mode without gradients, ``nn.TransformerEncoderLayer`` runs a kernel that reads the weights of its norms and
     does not call them. It does not use this kernel if a module in it has a hook.
     """
-    module.register_forward_pre_hook(_change_nothing)
+    module.register_forward_pre_hook(_keep_args)
 
 
-def _change_nothing(module: Any, args: Any) -> None:
+def _keep_args(module: Any, args: Any) -> None:
     """Do nothing, as a forward pre-hook. It is a function of this module so that models with it can be pickled."""
 
 
@@ -276,7 +295,7 @@ def restore_class(module: Any, stock: type) -> None:
     for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sites"]:
         delattr(module, name)
     hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is _change_nothing]:
+    for key in [key for key, hook in hooks.items() if hook is _keep_args]:
         del hooks[key]
 
 

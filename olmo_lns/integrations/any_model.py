@@ -59,7 +59,8 @@ class Located:
     :param partly_cancelled: names of the norms whose factor is cancelled by a later norm in a part of the branch.
     :param hooked: names of the norms that need a hook. Without it, PyTorch runs a fused kernel on their weights.
     :param left: names of the parts of the model that the example did not run.
-    :param given: true if the user passed the norms.
+    :param sites_from: ``probe`` if every block was run and reads its stream through these norms only, or else where
+        the norms are from: ``norms=`` or ``the config``.
     :param projections: the residual output projections of each block. It is empty if they were not determined.
     """
 
@@ -72,7 +73,7 @@ class Located:
     partly_cancelled: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-    given: bool = False
+    sites_from: str = "probe"
     projections: tuple[Mapping[str, int], ...] = ()
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
@@ -395,7 +396,7 @@ def _locate(
         tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
         tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
         _left(model, stack, found.trace),
-        norms is not None,
+        "probe" if projections else "norms=",
         projections,
     )
 
@@ -633,6 +634,7 @@ def attach(
         part = initialization.trained_part(located.norms_of(model), matrices)
         source = getattr(model, "name_or_path", "") or type(model).__name__
         records.require_fresh(part, scheme, source=source, trained=trained)
+    measured: list[tuple[str, ...]] = [("sites",)] if located.sites_from == "probe" else []
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         if located.projections:
             initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
@@ -652,16 +654,17 @@ def attach(
                             f"{where}: found the factor of {found[0] if found else 'no block'}. Its block was moved "
                             "after the scheme was applied. Build a new model and apply the scheme to its final order."
                         )
-                    _measure(norm, width, shape, where)
+                    measured.append(_measure(norm, width, shape, where))
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
                 sites.mark(norm, *norm_sites)
-                scale(norm, factors.pop(), where=where, width=width, shape=shape, arithmetic=arithmetic_of(norm))
+                factor, arithmetic = factors.pop(), arithmetic_of(norm)
+                measured.append(scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic))
                 if name in located.hooked:
                     forbid_fused_kernels(norm)
         sites.require_complete(nn.ModuleList(norms.values()), scheme, n_layers)
-    return ["sites", "output", "gradient"]
+    return list(dict.fromkeys(itertools.chain(*measured)))
 
 
 def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
@@ -689,9 +692,10 @@ def describe_initialization(model: nn.Module, located: Located) -> str:
     return "" if trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 
-def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
+def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> tuple[str, ...]:
     """Measure a norm that was scaled before.
 
+    :returns: what was measured.
     :raises MeasurementError: if its output is not its factor times the output of the stock norm.
     """
     stock = copy.deepcopy(norm)
@@ -699,6 +703,7 @@ def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> None:
     found, expected = (measure_response(each, width, shape) for each in (norm, stock))
     if problem := found.problem(expected, getattr(norm, "lns_scale", 1.0)):
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
+    return found.measured
 
 
 def check_without_hooks(model: nn.Module, located: Located, example: Any = None) -> None:
@@ -761,8 +766,8 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
     line = start_up.start_up_line(
         norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
-    if located.given:
-        line += "; sites: given"
+    if located.sites_from != "probe":
+        line += f"; sites from {located.sites_from}, not measured"
     if located.cancelled:
         line += f"; a later norm cancels the factor of {', '.join(located.cancelled)}"
     if located.partly_cancelled:

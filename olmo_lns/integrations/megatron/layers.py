@@ -90,18 +90,21 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
         kind = type(model).__name__
         part = trained_part(by_sub_layer, matrices_of(layers))
         records.require_fresh(part, selection.scheme, source=kind, trained=trained)
+    by_norm: list[tuple[str, ...]] = []
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
             site = sites.Site(selection.scheme, number, blocks, sub_layer)
-            norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
+            by_norm.append(norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size)))
             sites.mark(module, site)
         checked = check_initialization(model, config) if drawn else []
     if not located:
         print_once("LayerNorm Scaling on: no block in this process")
         return 0
-    fused = [norms.is_fused(module) for module, _, _ in located]
-    gradients = ["gradient"] if not any(fused) else ["gradient where no linear layer is fused"]
-    measured = ["output", *([] if all(fused) else gradients)]
+    everywhere = set.intersection(*map(set, by_norm))
+    measured = [
+        name if name in everywhere else f"{name} where no linear layer is fused"
+        for name in dict.fromkeys(name for names in by_norm for name in names)
+    ]
     local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
     initialization = "weights as they were"
     if drawn and selection.scaled_init_off:

@@ -82,17 +82,18 @@ def is_fused(module: object) -> bool:
     return getattr(module, "layer_norm_weight", None) is not None
 
 
-def scale(module: nn.Module, factor: float, *, where: object, width: int) -> None:
+def scale(module: nn.Module, factor: float, *, where: object, width: int) -> tuple[str, ...]:
     """Multiply the output of the norm in ``module`` by ``factor``, and measure it.
 
     :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)).
     :param where: place of the module in the model, for error messages.
     :param width: the hidden size.
+    :returns: what was measured, which is the output alone for TE's LayerNormLinear.
     :raises MeasurementError: if the output is not ``factor`` times the one before. The module is left unchanged.
 
     Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
-    scaled.scale(
+    return scaled.scale(
         module,
         factor,
         where=where,

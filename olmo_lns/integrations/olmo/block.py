@@ -269,23 +269,25 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
     block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
-def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> None:
+def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
+    :returns: what was measured of its norms, which is nothing for a block whose forward was replaced.
     :raises MeasurementError: a norm cannot be scaled.
     """
     from olmo.model import LayerNormBase
 
     config = block.config
     block_sites = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
+    measured: list[str] = []
     if scheme.only_scales_norms(config.n_layers):
         for site in block_sites:
             norm = getattr(block, NORMS[site.sub_layer])
             width, arithmetic = config.d_model, _arithmetic_of(norm)
-            scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
+            measured += scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
             sites.mark(norm, site)
-        return
+        return measured
     sites.mark(block, *block_sites)
     for site in block_sites:
         plan, sub_layer = site.plan, site.sub_layer
@@ -301,3 +303,4 @@ def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> None:
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", picklable_subclass(LearnedFactor, LayerNormBase)(config, learned))
     replace_forward(block, {site.sub_layer: site.plan for site in block_sites})
+    return measured

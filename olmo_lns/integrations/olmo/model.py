@@ -68,13 +68,13 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
         for number, block in enumerate(numbered, start=1):
             where = f"block {number}"
             found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, like=found)
-            blocks.apply_scheme(block, scheme, number)
+            measured.append("block" if found is None else "sites")
+            measured += blocks.apply_scheme(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
-        measured = ["sites", "output", "gradient"] if only_scales_norms else ["block"]
     model.lns_initialization = initialization
     if weights_drawn and _finish_draw(model):
         measured.append("initialization")
-    return measured
+    return list(dict.fromkeys(measured))
 
 
 def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) -> str:

@@ -93,6 +93,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
     """
     scheme = config.resolved_scheme
     layout = require_supported(scheme, config.name, n_layers)
+    measured: list[str] = []
     for sub_layer in SUB_LAYERS:
         site = Site(scheme, block_idx + 1, n_layers, sub_layer)
         for name in layout.norms[sub_layer]:
@@ -101,7 +102,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
                 )
             factor, arithmetic = getattr(site.plan, layout.factor_name), arithmetic_of(norm)
-            scale(
+            measured += scale(
                 norm,
                 factor,
                 where=site,
@@ -111,6 +112,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
                 factor_name=layout.factor_name,
             )
         sites.mark(getattr(block, layout.norms[sub_layer][0]), site)
+    block.lns_measured = measured
     block.lns_initialization = config.initialization
     block.lns_not_run = f"{config.name} is not run"
     if layout == LAYOUTS["default"]:
@@ -126,7 +128,7 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> str:
     """
     values = config.stock().as_config_dict()
     mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
-    for name in ("backend", "use_flash"):  # the narrow_block runs in fp32 on a CPU
+    for name in ("backend", "use_flash"):  # the narrow block runs in fp32 on a CPU
         mixer.pop(name, None)
     return _probe_narrow_block(json.dumps(values), width, block_idx, n_layers)
 

@@ -47,11 +47,12 @@ def report(model: Any, n_layers: int) -> None:
     sites.require_complete(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
+    measured = dict.fromkeys(name for block in blocks for name in block.lns_measured)
     not_run = [block.lns_not_run for block in blocks if block.lns_not_run]
     line = start_up.start_up_line(
         model,
         n_layers,
-        measured=[f"not the sites ({not_run[0]})" if not_run else "sites", "output", "gradient"],
+        measured=[f"not the sites ({not_run[0]})" if not_run else "sites", *measured],
         norm=next(type(module).__name__ for _, module, _ in sites.in_model(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),

@@ -70,35 +70,37 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
             f"scheme {scheme} does not only multiply the norms before attention and feed-forward. torchtitan supports "
             "lns, with any exponent, and schemes of your own that only multiply norms."
         )
+    measured: list[str] = []
     with sites.stock_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):
             site = sites.Site(scheme, number, n_layers, sub_layer)
             # Read from the stock forward: torchtitan shards a norm's input by the argument's name.
             getattr(norm, "_cache_pos_arg_names", lambda: None)()
-            scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
+            measured += scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
             sites.mark(norm, site)
         sites.require_complete(decoder, scheme, n_layers)
-        _check_blocks(decoder, dim)
+        measured.insert(0, _check_blocks(decoder, dim))
         if request.plain:
             initialization.make_plain(decoder)
     line = start_up.start_up_line(
         decoder,
         n_layers,
-        measured=["sites", "output", "gradient"],
+        measured=dict.fromkeys(measured),
         norm=type(norm).__name__,
         initialization="scaled initialization " + ("off" if request.plain else "kept"),
     )
     start_up.write_line(line)
 
 
-def _check_blocks(decoder: Any, dim: int) -> None:
-    """Check one block of each structure with :func:`check_block`."""
+def _check_blocks(decoder: Any, dim: int) -> str:
+    """Check one block of each structure with :func:`check_block`, and return the name of what was measured."""
     seen = set()
     for key, block in decoder.layers.items():
         structure = (type(block), tuple((name, type(child)) for name, child in block.named_children()))
         if structure not in seen:
             seen.add(structure)
             check_block(block, dim, number=int(key) + 1)
+    return "sites"
 
 
 def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:
