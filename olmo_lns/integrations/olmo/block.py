@@ -198,8 +198,8 @@ class Grouped(PicklableSubclass):
         return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm does not promote
 
 
-#: Class, settings and parameters of a narrow block -> what the probe found. Processes that build several models, such as
-#: those that export and verify, probe once; each block of a later model is still compared with the result.
+#: Class, settings and parameters of a narrow block -> what the probe found. A process that builds several models, such
+#: as ``olmo-lns verify``, probes one block. It compares the other blocks, of later models too, with the result.
 _probed: dict[tuple[Any, ...], probe.BlockSites] = {}
 
 
