@@ -79,8 +79,9 @@ def require(model: Any, saved: Any) -> None:
     require_same(
         scheme,
         sites.read_back(model),
-        source="the checkpoint's record",
+        source="the checkpoint",
         setting=lambda scheme: "without olmo_lns.apply" if scheme.is_pre_ln else apply.format(str(scheme)),
+        says="its record names the scheme",
     )
     if running["scheme"] == saved["scheme"] and running["norms"] != saved["norms"]:
         foreign = sorted(saved["norms"].keys() ^ running["norms"].keys())

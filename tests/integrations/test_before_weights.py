@@ -1,7 +1,9 @@
 """A model that is built on meta, scaled, sharded and then filled trains on two gloo ranks as hooks on a stock model do."""
 
 import contextlib
+import importlib
 import os
+import sys
 
 import pytest
 import torch
@@ -59,13 +61,13 @@ KINDS = {
 }
 
 
-def losses(model, optimizer, part=slice(None)):
+def losses(model, optimizer, part=slice(None), backward=torch.Tensor.backward):
     found = []
     for ids in IDS[:, part]:
         output = model(ids)
         logits = getattr(output, "logits", output)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach().clone())
@@ -74,6 +76,11 @@ def losses(model, optimizer, part=slice(None)):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def full_state(model):
+    """The whole state dict, in rank 0."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def by_fully_shard(rank, kind, folder):
@@ -90,7 +97,7 @@ def by_fully_shard(rank, kind, folder):
     torch.manual_seed(1)
     initialize(model)
     olmo_lns.plain_initialization(model)
-    return model, adamw(model)
+    return model, adamw(model), full_state(model)
 
 
 def by_accelerate(rank, kind, folder):
@@ -104,7 +111,9 @@ def by_accelerate(rank, kind, folder):
         transformer_cls_names_to_wrap=[block],
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # accelerate itself selects FSDP only where it finds an accelerator.
+    # AcceleratorState takes a plugin for FSDP on MULTI_GPU and its kin only. On two CPU processes accelerate ignores the
+    # plugin without a word and would wrap the model by DDP. All that follows is accelerate's own FSDP2.
+    assert accelerator.distributed_type is DistributedType.MULTI_CPU
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     with init_empty_weights() if rank else contextlib.nullcontext():
         model = build()
@@ -113,22 +122,59 @@ def by_accelerate(rank, kind, folder):
     olmo_lns.apply(model, "lns:exponent=0.7")
     # accelerate maps the optimizer's parameters by address, and all meta tensors have the same one.
     model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
-    return accelerator.prepare(model, adamw(model))
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return model, optimizer, full_state(model)
+
+
+def by_zero_3(rank, kind, folder):
+    import deepspeed
+
+    # The first import of torch._dynamo, by transformers, fails while zero.Init replaces torch.Tensor's constructors.
+    importlib.import_module("torch._dynamo")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would compile C++ for gloo on a CPU
+    deepspeed.init_distributed("gloo")
+    build, initialize, _, _, _ = KINDS[kind]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,  # the default is 1
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if kind == "transformers":  # it calls zero.Init itself while this object exists
+        from transformers.integrations import HfDeepSpeedConfig
+
+        keep = HfDeepSpeedConfig(config)  # noqa: F841
+        model = build()
+    else:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build()
+    assert all(parameter.numel() < parameter.ds_numel for parameter in model.parameters() if parameter.dim() > 1)
+    olmo_lns.apply(model, "lns:exponent=0.7")
+    if kind != "transformers":
+        with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):
+            initialize(model)
+        olmo_lns.plain_initialization(model)
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    return engine, engine, state
 
 
 def train(rank, way, kind, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate asks for them
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate and DeepSpeed ask for them
+    if way is by_accelerate:
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"}
+        os.environ |= {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    model, optimizer = way(rank, kind, folder)
-    assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)  # all of it in rank 0
-    if way is by_fully_shard and rank == 0:
+    model, optimizer, state = way(rank, kind, folder)
+    is_zero = way is by_zero_3
+    assert all(hasattr(p, "ds_tensor") if is_zero else type(p).__name__ == "DTensor" for p in model.parameters())
+    if way is not by_accelerate and rank == 0:
         projections = [value.std().item() for name, value in state.items() if name.endswith(PROJECTIONS)]
         assert len(projections) == 6 and all(0.018 < std < 0.022 for std in projections)
-    found = losses(model, optimizer, slice(2 * rank, 2 * rank + 2))
+    backward = optimizer.backward if is_zero else torch.Tensor.backward
+    found = losses(model, optimizer, slice(2 * rank, 2 * rank + 2), backward)
     dist.all_reduce(found)
     if rank == 0:
         build, _, blocks, norms, _ = KINDS[kind]
@@ -145,9 +191,11 @@ def train(rank, way, kind, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", [by_fully_shard, by_accelerate])
-def test_six_steps_equal_hooks_on_an_unsharded_stock_model(way, kind, tmp_path):
+@pytest.mark.parametrize(
+    "way, package", [(by_fully_shard, "torch"), (by_accelerate, "accelerate"), (by_zero_3, "deepspeed")]
+)
+def test_six_steps_equal_hooks_on_an_unsharded_stock_model(way, package, kind, tmp_path):
+    pytest.importorskip(package)
     if kind == "litgpt":
         litgpt()
-    pytest.importorskip("accelerate" if way is by_accelerate else "torch")
     torch.multiprocessing.spawn(train, (way, kind, str(tmp_path)), nprocs=2)
