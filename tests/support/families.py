@@ -66,6 +66,7 @@ OVERRIDES: dict[str, dict] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
     "reformer": {"axial_pos_shape": [2, 3], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "lsh", "local"]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
