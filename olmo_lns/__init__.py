@@ -16,7 +16,7 @@ __all__ = [
     "apply",
     "fold",
     "layer_norm",
-    "lns_scale",
+    "lns_factor",
     "plain_initialization",
     "record",
     "require",
@@ -29,7 +29,7 @@ _PUBLIC = {
     "apply": "olmo_lns.dispatch",
     "fold": "olmo_lns.dispatch",
     "layer_norm": "olmo_lns.norm",
-    "lns_scale": "olmo_lns.schemes.factor",
+    "lns_factor": "olmo_lns.schemes.factor",
     "plain_initialization": "olmo_lns.dispatch",
     "record": "olmo_lns.records",
     "require": "olmo_lns.records",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from olmo_lns.norm import layer_norm, rms_norm
     from olmo_lns.records import record, require
     from olmo_lns.schemes import Scheme
-    from olmo_lns.schemes.factor import lns_scale
+    from olmo_lns.schemes.factor import lns_factor
 
 
 def __getattr__(name: str) -> Any:

@@ -24,14 +24,14 @@ def main() -> int:
     if not os.path.isfile(script):
         print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
         return 2
-    from olmo_lns import hook, settings
+    from olmo_lns import environment, hook
     from olmo_lns.errors import LNSError
     from olmo_lns.frameworks import FRAMEWORKS
     from olmo_lns.integrations.megatron.cuda import cuda_environment
 
     try:
-        settings.check()
-        settings.refuse_disabled("the launcher needs the plugin")
+        environment.check()
+        environment.refuse_disabled("the launcher needs the plugin")
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
             from olmo_lns.study.engines.megatron import expand
 

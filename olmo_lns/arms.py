@@ -1,7 +1,7 @@
 """The table of arms.
 
 An arm is a scheme with an initialization, from which each engine derives the settings of its framework. There are three
-ways to add an arm: a row of the table, :func:`define` at run time, or the spelling of a scheme in a description.
+ways to add an arm: a row of the table, :func:`define_arm` at run time, or the spelling of a scheme in a description.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import colorsys
 import re
 from dataclasses import dataclass
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
@@ -45,10 +45,10 @@ class Arm:
 ARMS: dict[str, Arm] = {}
 
 
-def define(arm: Arm) -> Arm:
+def define_arm(arm: Arm) -> Arm:
     """Add an arm to :data:`ARMS` in this process.
 
-    >>> define(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
+    >>> define_arm(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
 
     :raises ValueError: if the name is taken or cannot name a folder, if the initialization is unknown, or if it
         contradicts ``init_fn``.
@@ -120,7 +120,7 @@ def _style(index: int) -> tuple[str, str, str]:
 
 
 for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enumerate(_TABLE):
-    define(Arm(_name, _label, *_style(_index), _scheme, _init, _only_difference, _init_fn))
+    define_arm(Arm(_name, _label, *_style(_index), _scheme, _init, _only_difference, _init_fn))
 
 
 def arm_named(name: str) -> Arm:
@@ -144,7 +144,7 @@ def arm_named(name: str) -> Arm:
             return arm
     label = scheme.definition.label + (f" ({scheme.arguments})" if scheme.arguments else "")
     slug = re.sub(r"[^a-z0-9.]+", "_", str(scheme).lower())
-    return define(Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label))
+    return define_arm(Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label))
 
 
 def check_environment() -> None:
@@ -152,8 +152,8 @@ def check_environment() -> None:
 
     :raises LNSConfigError: if ``OLMO_LNS_INITIALIZATION`` is set.
     """
-    name = settings.INITIALIZATION
-    if value := settings.read(name):
+    name = environment.INITIALIZATION
+    if value := environment.read(name):
         raise LNSConfigError(
             f"{name}={value} would change the initialization of the arms. Each arm sets its initialization. Unset "
             f"{name}."

@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 
 import yaml
 
-from olmo_lns import __version__, settings
+from olmo_lns import __version__, environment
 from olmo_lns.errors import LNSError, did_you_mean, one_line
 from olmo_lns.frameworks import FRAMEWORKS
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
         if name != "doctor":  # doctor reports unknown settings itself
-            settings.check()
+            environment.check()
         code: int = pkgutil.resolve_name(f"olmo_lns.{command.run}")(rest)
         print(end="", flush=True)
         return code
@@ -95,7 +95,7 @@ def _user_message(command: Command, error: Exception) -> str | None:
         extra = command.extra
         if module in FRAMEWORKS and module != "transformers":  # which is in each extra whose command needs it
             extra = FRAMEWORKS[module].extra
-        from olmo_lns.extras import install_command, unsupported
+        from olmo_lns.pip_extras import install_command, unsupported
 
         remedy = unsupported(extra) or f"Run: {install_command(extra)}"
         return f"The package {module} is not installed, and this command needs it. {remedy}"
@@ -109,4 +109,4 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     hint = "`olmo-lns <command> --help` lists its options."
-    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{hint}\n\n{settings.describe()}"
+    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{hint}\n\n{environment.describe()}"

@@ -17,17 +17,17 @@ from typing import Any, Sequence
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.arguments import Parser, as_path
 from olmo_lns.arms import ARMS, check_environment
+from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import exclusive_lock, one_process
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.launch import environment, start
+from olmo_lns.study.launch import start, variables_of_launch
 from olmo_lns.study.logs import Curve, find_logs, read_curve
-from olmo_lns.text import write_whole
 
 TOKENS = 32_768  #: number of held-out tokens for a variance
 
@@ -71,7 +71,7 @@ def curve_so_far(run: Run, out: Path) -> Curve:
 
 def is_finished(run: Run, out: Path) -> bool:
     """Return True if a run has its last checkpoint and its held-out loss."""
-    steps = run.shape.steps
+    steps = run.workload.steps
     return steps in curve_so_far(run, out).heldout and (out / run.name / f"step{steps}-unsharded").exists()
 
 
@@ -89,7 +89,7 @@ def train(study: Study, out: Path, lock: int) -> None:
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
-            task = bar.add_task("starting", total=sum(run.shape.steps for run in unfinished))
+            task = bar.add_task("starting", total=sum(run.workload.steps for run in unfinished))
             while any(process.poll() is None for process in processes):
                 time.sleep(0.5)
                 steps = {run.name: curve_so_far(run, out).last for run in unfinished}
@@ -132,7 +132,7 @@ def variance(run: Run, step: int, out: Path) -> list[float]:
 
 def summarize(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
     """Return the lines of report.txt: the plugin's log lines, the table, and notes on its meaning."""
-    layers, shape = len(results[0].variance_after), results[0].run.shape
+    layers, workload = len(results[0].variance_after), results[0].run.workload
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
     row = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
@@ -140,8 +140,8 @@ def summarize(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
     lines = [match[0].rstrip() for match in first_matches if match] + [""]
     lines.append(row.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V"))
     for result in results:
-        loss, heldout = result.curve.final(study.final_fraction)[0], result.curve.heldout[shape.steps]
-        numbers = [f"{result.run.shape.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
+        loss, heldout = result.curve.final(study.final_fraction)[0], result.curve.heldout[workload.steps]
+        numbers = [f"{result.run.workload.learning_rate:g}", f"{loss:.3f}", f"{heldout:.3f}"]
         variances = result.variance_after
         numbers += [f"{variances[block - 1]:.3g}" for block in blocks]
         label = result.run.arm if len(study.arms) == len(study.runs) else result.run.name
@@ -151,8 +151,8 @@ def summarize(results: Sequence[Trained], study: Study, out: Path) -> list[str]:
         "",
         f"train, held-out: loss in nats per byte (train: mean of the last {study.final_fraction:.0%} of the steps).",
         f"block n: variance of its output ({TOKENS:,} held-out tokens). V: block {layers} over block {quarter}.",
-        f"Not shown: which arm is better. {shape.parameters:,} parameters and {shape.tokens:,} tokens are far from",
-        "real training; the order of the losses changes with rate, depth, length and seed.",
+        f"Not shown: which arm is better. {workload.parameters:,} parameters and {workload.tokens:,} tokens are far",
+        "from real training; the order of the losses changes with rate, depth, length and seed.",
     ]
 
 
@@ -162,14 +162,14 @@ def draw(results: Sequence[Trained], path: Path) -> None:
 
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
 
-    shape = results[0].run.shape
-    smoothing = max(1, shape.steps // 12)
+    workload = results[0].run.workload
+    smoothing = max(1, workload.steps // 12)
     figure = new_figure(4.4, 7.0)  # legible on a phone
     upper, lower = figure.subplots(2, 1)
     for result in results:
         arm = ARMS[result.run.arm]
-        label = f"{arm.label} ({result.run.shape.learning_rate:g})"
-        losses = pandas.Series(result.curve.losses).rolling(smoothing).mean().iloc[shape.steps // 5 :]
+        label = f"{arm.label} ({result.run.workload.learning_rate:g})"
+        losses = pandas.Series(result.curve.losses).rolling(smoothing).mean().iloc[workload.steps // 5 :]
         blocks = range(1, len(result.variance_after) + 1)
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
         upper.plot(losses.index, losses, **style)
@@ -179,8 +179,8 @@ def draw(results: Sequence[Trained], path: Path) -> None:
     block_axis(lower, len(results[0].variance_after))
     lower.set(title="output variance (dotted: before training)", yscale="log")
     figure.legend(loc="outside lower center", ncols=1)
-    size = f"{shape.parameters / 1e6:.2f}M parameters, {shape.tokens / 1e6:.2f}M bytes of text"
-    figure.suptitle(f"OLMo, {shape.layers} blocks, {size};\nin brackets the learning rate", fontsize=9)
+    size = f"{workload.parameters / 1e6:.2f}M parameters, {workload.tokens / 1e6:.2f}M bytes of text"
+    figure.suptitle(f"OLMo, {workload.layers} blocks, {size};\nin brackets the learning rate", fontsize=9)
     save(figure, path)
 
 
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("study", nargs="?", default="demo", help=study_help)
     parser.add_argument("--out", type=as_path, default=Path("demo"), help="output folder (default %(default)s)")
     args = parser.parse_args(argv)
-    settings.refuse_disabled()
+    environment.refuse_disabled()
     check_environment()
     one_process("the demo")
     import matplotlib  # noqa: F401  raise for a missing package before training
@@ -203,9 +203,9 @@ def main(argv: Sequence[str]) -> int:
 
     out, study = args.out, Study.load(args.study)
     check_description(study)
-    print(f"{len(study.runs)} runs of {study.runs[0].shape.steps} steps in {out}; loading OLMo ...", flush=True)
+    print(f"{len(study.runs)} runs of {study.runs[0].workload.steps} steps in {out}; loading OLMo ...", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    study = study.with_variables(environment(study, out))
+    study = study.with_variables(variables_of_launch(study, out))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in the same way as on Ctrl-C
     try:
         problem = f"Another demo is running in {out}. Wait until it ends, or pass another --out."
@@ -213,14 +213,14 @@ def main(argv: Sequence[str]) -> int:
             build(out / "data")
             train(study, out, lock)
             results = [
-                Trained(run, curve_so_far(run, out), variance(run, 0, out), variance(run, run.shape.steps, out))
+                Trained(run, curve_so_far(run, out), variance(run, 0, out), variance(run, run.workload.steps, out))
                 for run in study.runs
             ]
     except KeyboardInterrupt:
         print(f"Stopped. To resume: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
     lines = summarize(results, study, out)
-    write_whole(out / "report.txt", "\n".join(lines) + "\n")
+    write_atomically(out / "report.txt", "\n".join(lines) + "\n")
     draw(results, out / "demo.png")
     print("", *lines, "", f"figure  {out / 'demo.png'}", sep="\n")
     print("next    add --model.layer_norm_type=lns to your OLMo launch: docs/olmo.md")

@@ -9,7 +9,7 @@ from typing import Any, Sequence, TypeVar
 
 from torch import nn
 
-from olmo_lns import initialization, settings, sites
+from olmo_lns import environment, initialization, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.folding import fold_norms
 from olmo_lns.frameworks import framework_of
@@ -78,7 +78,7 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
 
     :param given: the optional arguments of :func:`apply` by their names.
     """
-    settings.check()
+    environment.check()
     any_model.require_unwrapped(model)
     if framework_of(model) != "megatron":
         if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):

@@ -16,12 +16,12 @@ from typing import Sequence
 
 from packaging.requirements import Requirement
 
-from olmo_lns import __version__, settings
+from olmo_lns import __version__, environment
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSError
-from olmo_lns.extras import install_command, unsupported
 from olmo_lns.frameworks import FRAMEWORKS, Framework
 from olmo_lns.hook import autoload_active
+from olmo_lns.pip_extras import install_command, unsupported
 
 
 def installed(framework: Framework) -> str | None:
@@ -79,8 +79,8 @@ def examine() -> tuple[list[str], list[str]]:
             ready.append(f"{row.title} {version}")
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready)}."] if ready else []
     lines = lines or ["No supported framework is installed."]
-    if settings.is_set(settings.DISABLE):
-        problems.append(f"{settings.DISABLE}=1 switches the plugin off in every launch. Unset it to use the plugin.")
+    if environment.is_set(environment.DISABLE):
+        problems.append(f"{environment.DISABLE}=1 switches the plugin off in every launch. Unset it to use the plugin.")
     elif autoload_active():
         lines.append("Unmodified launches load the plugin: the start-up hook is on.")
     else:
@@ -89,11 +89,11 @@ def examine() -> tuple[list[str], list[str]]:
             "-m olmo_lns <script>"
         )
     try:
-        settings.check()
+        environment.check()
         from olmo_lns.diagnostics.monitor import parse_setting
         from olmo_lns.norm import choose_backend
 
-        if monitor := settings.read(settings.MONITOR):
+        if monitor := environment.read(environment.MONITOR):
             parse_setting(monitor)
         backend = choose_backend()
         lines.append(f"Norms run on {backend.name} ({backend.reason}).")
@@ -103,7 +103,7 @@ def examine() -> tuple[list[str], list[str]]:
         problems.append(f"torch could not be imported ({error}). Every framework needs it. Run: pip install torch")
     rows.append(("olmo-lns", __version__, f"Python {platform.python_version()}"))
     lines += ["", *(f"  {label:<14} {version:<10} {text}" for label, version, text in rows)]
-    if variables := [f"{name}={value}" for name in settings.VARIABLES if (value := settings.read(name))]:
+    if variables := [f"{name}={value}" for name in environment.VARIABLES if (value := environment.read(name))]:
         lines.append(f"  settings: {', '.join(variables)}")
     return lines, problems
 

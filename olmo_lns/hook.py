@@ -25,9 +25,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Iterable, Sequence
 
+from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
 from olmo_lns.frameworks import FRAMEWORKS
-from olmo_lns.settings import DISABLE, is_set, warn
 
 log = logging.getLogger("olmo_lns")
 

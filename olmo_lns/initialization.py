@@ -45,7 +45,7 @@ __all__ = [
 _MEASURABLE = 1000
 #: Among parameters whose names differ only in a number, such as those of experts, this many are examined at the
 #: beginning of the row and as many at its end. Parameters without an effect are not counted.
-_FEW = 2
+_EXAMINED_PER_END = 2
 #: To detect training, up to 16 matrices are examined. Of each, a part of up to 512 rows and columns is used. Matrices
 #: with fewer than 32 rows or columns are left out.
 _SAMPLED, _PART, _SMALLEST = 16, 512, 32
@@ -129,7 +129,7 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
                 if name not in axis_of and (result := axis(parameter)) is not None:
                     axis_of[name] = result
                 count += name in axis_of
-                if count == _FEW:
+                if count == _EXAMINED_PER_END:
                     break
         found = set(axis_of.values())
         for name, _ in group:

@@ -12,12 +12,12 @@ from typing import Any, Optional, TypeVar
 
 import olmo_core.nn.transformer.config as _upstream
 
+from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.olmo_core import blocks, register
 from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.settings import DISABLE, is_set
 
 __all__ = ["BlockConfig", "apply"]
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from typing import Any, Callable, Mapping
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
@@ -125,10 +125,10 @@ def require_same(
         finding = f"{says} {differing or saved}"
         remedy = f"Run with the checkpoint's setting ({setting(saved)})"
     message = f"{source}: {finding}, but this run has {running}."
-    if settings.is_set(settings.ALLOW_MISMATCH):
-        log.warning("%s Loading it anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
+    if environment.is_set(environment.ALLOW_MISMATCH):
+        log.warning("%s Loading it anyway because of %s=1.", message, environment.ALLOW_MISMATCH)
         return
-    raise CheckpointMismatchError(f"{message} {remedy}, or set {settings.ALLOW_MISMATCH}=1 to load it anyway.")
+    raise CheckpointMismatchError(f"{message} {remedy}, or set {environment.ALLOW_MISMATCH}=1 to load it anyway.")
 
 
 def require_fresh(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
@@ -148,10 +148,10 @@ def require_fresh(trained_part: str, running: Scheme, *, source: object, trained
         f"{source}: {trained_part}. The model was therefore trained before, or a factor is already in its weights. "
         f"{running} expects fresh weights, or weights that were trained under {running}."
     )
-    if settings.is_set(settings.ALLOW_MISMATCH):
-        log.warning("%s It is applied anyway because of %s=1.", message, settings.ALLOW_MISMATCH)
+    if environment.is_set(environment.ALLOW_MISMATCH):
+        log.warning("%s It is applied anyway because of %s=1.", message, environment.ALLOW_MISMATCH)
         return
     raise CheckpointMismatchError(
         f"{message} If the weights were trained under {running}, pass trained=True. If they are fresh and only start "
-        f"with such values, pass trained=False. {settings.ALLOW_MISMATCH}=1 switches this check off."
+        f"with such values, pass trained=False. {environment.ALLOW_MISMATCH}=1 switches this check off."
     )

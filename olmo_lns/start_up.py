@@ -114,7 +114,7 @@ def describe_factors(scheme: Scheme, n_layers: int) -> list[str]:
             suffix = f", {only.pop()} only" if len(only) == 1 else ""
             first, last = learned[0][1].start, learned[-1][1].start
             descriptions.append(f"learned {field.name} from {first:.4g} to {last:.4g}{suffix}")
-    post = sorted({number for (number, _), plan in plans.items() if plan.post})
+    post = sorted({number for (number, _), plan in plans.items() if plan.norm_on_sum})
     if post:
         descriptions.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
     return descriptions

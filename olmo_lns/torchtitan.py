@@ -11,10 +11,10 @@ from typing import Any
 from torchtitan.config import override
 from torchtitan.models.common.nn_modules import RMSNorm
 
+from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.integrations.torchtitan import register
 from olmo_lns.integrations.torchtitan.blocks import NORMS
 from olmo_lns.integrations.torchtitan.request import MarkedNorm, mark
-from olmo_lns.settings import DISABLE, is_set
 
 __all__ = ["lns", "plain_initialization"]
 

@@ -31,13 +31,13 @@ from olmo.util import add_cached_path_clients, clean_opt, find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.arguments import Parser
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
 from olmo_lns.study import bundled_configs
-from olmo_lns.temporary import replaced_attribute
+from olmo_lns.temporary_values import replaced_attribute
 
 log = logging.getLogger("olmo.lns.train")
 
@@ -212,7 +212,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     :param path: a file, or the name of a file in the pack, such as ``60M-lns``.
     :raises LNSConfigError: if OLMo refuses the config. The message has the first line of OLMo's error.
     """
-    settings.refuse_disabled()
+    environment.refuse_disabled()
     register()
     file = bundled_configs.find_config(str(path), "olmo")
     for option, word in pairwise(["", *overrides]):

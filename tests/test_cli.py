@@ -8,7 +8,7 @@ import pytest
 
 from olmo_lns import cli
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.extras import install_command
+from olmo_lns.pip_extras import install_command
 
 
 def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
@@ -131,11 +131,11 @@ def test_names_that_no_locale_can_print_are_printed_and_a_closed_pipe_is_no_trac
 
 
 def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):
-    from olmo_lns.text import write_whole
+    from olmo_lns.atomic import write_atomically
 
     path, link = tmp_path / "a.txt", tmp_path / "link.txt"
     link.symlink_to("a.txt")  # it dangles until the first write
-    write_whole(link, "é…")
+    write_atomically(link, "é…")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "\ud800")
+        write_atomically(path, "\ud800")
     assert path.read_bytes() == "é…".encode() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from olmo_lns import doctor
-from olmo_lns.extras import install_command, unsupported
+from olmo_lns.pip_extras import install_command, unsupported
 
 
 def test_the_answer_comes_first_on_one_screen(capsys):

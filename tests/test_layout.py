@@ -31,7 +31,17 @@ ORDER = [
     ("response", "initialization", "shadow"),
     ("norm", "gains", "arms"),
     ("schemes",),
-    ("arguments", "copying", "extras", "frameworks", "settings", "processes", "temporary", "text", "tokenizers"),
+    (
+        "arguments",
+        "atomic",
+        "copying",
+        "environment",
+        "frameworks",
+        "pip_extras",
+        "processes",
+        "temporary_values",
+        "tokenizers",
+    ),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

@@ -9,7 +9,7 @@ In the equations x is the stream, f the sub-layer, N the norm, l the number of t
 from __future__ import annotations
 
 from olmo_lns import arms
-from olmo_lns.schemes import Definition, Parameter, Plan, Scheme, define
+from olmo_lns.schemes import Definition, Parameter, Plan, Scheme, define_scheme
 
 SOURCE = "none: a part of arXiv 2502.05795"
 
@@ -35,7 +35,7 @@ def _inputs_drawn_times(gain: float) -> tuple[tuple[str, float], ...]:
 def value_path(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
     """x + Attn(N(x)) / l^e, then x + FF(N(x) / l^e): LNS whose attention logits are Pre-LN's."""
     scale = layer_number**-exponent
-    return Plan(branch_scale=scale) if sub_layer == "attn" else Plan(norm_scale=scale)
+    return Plan(output_scale=scale) if sub_layer == "attn" else Plan(norm_scale=scale)
 
 
 def rate_alone(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
@@ -59,11 +59,13 @@ def reversed_profile(layer_number: int, n_layers: int, sub_layer: str, *, expone
     return Plan(norm_scale=(n_layers + 1 - layer_number) ** -exponent)
 
 
-define(Definition("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", value_path, SOURCE, E))
-define(Definition("lnsrate", "LNS without its start", "LNS, started as Pre-LN", rate_alone, SOURCE, E))
-define(Definition("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", start_alone, SOURCE, E))
-define(Definition("lnsuniform", "one factor for all blocks", "Pre-LN x s", uniform, SOURCE, S))
-define(Definition("lnsreversed", "LNS with its profile reversed", "LNS, reversed", reversed_profile, SOURCE, E))
+define_scheme(Definition("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", value_path, SOURCE, E))
+define_scheme(Definition("lnsrate", "LNS without its start", "LNS, started as Pre-LN", rate_alone, SOURCE, E))
+define_scheme(
+    Definition("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", start_alone, SOURCE, E)
+)
+define_scheme(Definition("lnsuniform", "one factor for all blocks", "Pre-LN x s", uniform, SOURCE, S))
+define_scheme(Definition("lnsreversed", "LNS with its profile reversed", "LNS, reversed", reversed_profile, SOURCE, E))
 
 for _name, _label, _colour, _line, _marker in (
     ("lnsvalue", "LNS, logits unscaled", "#393B79", "-", "8"),
@@ -73,4 +75,4 @@ for _name, _label, _colour, _line, _marker in (
     ("lnsreversed", "LNS, reversed", "#3182BD", "-", "d"),
 ):
     _scheme = Scheme.of(_name)
-    arms.define(arms.Arm(_name, _label, _colour, _line, _marker, _scheme, "plain", _scheme.definition.title))
+    arms.define_arm(arms.Arm(_name, _label, _colour, _line, _marker, _scheme, "plain", _scheme.definition.title))

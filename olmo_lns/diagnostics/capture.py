@@ -18,7 +18,7 @@ from olmo_lns import probe
 from olmo_lns.errors import LNSError
 from olmo_lns.frameworks import framework_of
 from olmo_lns.integrations import any_model
-from olmo_lns.temporary import replaced_attribute
+from olmo_lns.temporary_values import replaced_attribute
 from olmo_lns.whole_model import blocks
 from olmo_lns.whole_model.trace import call_of
 

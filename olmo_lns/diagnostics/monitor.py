@@ -15,13 +15,13 @@ from typing import Any, Callable, Mapping
 
 import torch
 
+from olmo_lns.atomic import write_atomically
 from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.variance import Moments
+from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.hook import wrap
 from olmo_lns.integrations.olmo.model import blocks_of
-from olmo_lns.settings import MONITOR, read
-from olmo_lns.text import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -137,4 +137,4 @@ def start_file(path: Path, step: int) -> None:
     blocks = max(map(len, samples.values()), default=0)
     kept = [row for key, sample in samples.items() if int(key) <= step and len(sample) == blocks for row in sample]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "\n".join([header, *kept]) + "\n")
+    write_atomically(path, "\n".join([header, *kept]) + "\n")

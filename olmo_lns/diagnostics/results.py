@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
+from olmo_lns.atomic import write_atomically
 from olmo_lns.diagnostics import DIAGNOSTICS
 from olmo_lns.errors import LNSError
-from olmo_lns.text import write_whole
 
 if TYPE_CHECKING:
     import pandas
@@ -73,8 +73,8 @@ class Measurement:
         """Write ``path`` (JSON) and the same table as CSV beside it; return both paths."""
         table = self.frame().to_csv(index=False, float_format="%.6g", lineterminator="\n")
         return [
-            write_whole(path, json.dumps(asdict(self), allow_nan=False) + "\n"),
-            write_whole(path.with_suffix(".csv"), table),
+            write_atomically(path, json.dumps(asdict(self), allow_nan=False) + "\n"),
+            write_atomically(path.with_suffix(".csv"), table),
         ]
 
     @classmethod

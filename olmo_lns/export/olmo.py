@@ -119,7 +119,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
             if not scheme.only_scales_norms(config.n_layers):  # the block multiplies what its norm returns
                 for parameter in _read_by(block, sub_layer):
                     parameter.data = multiplied(parameter.data, plan.norm_scale, dtype)
-            factor: Factor = plan.branch_scale
+            factor: Factor = plan.output_scale
             if plan.gate is not None:
                 gate = getattr(block, f"{sub_layer}_gate").weight.detach()
                 factor = (gate.double() * factor).expand(config.d_model)

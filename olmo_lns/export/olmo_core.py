@@ -14,9 +14,9 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
-from olmo_lns.extras import install_command
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
+from olmo_lns.pip_extras import install_command
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 

@@ -9,11 +9,11 @@ from typing import Callable
 import torch
 from packaging.version import Version
 
+from olmo_lns.environment import NORM_BACKEND, read
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mean
-from olmo_lns.extras import install_command
 from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
-from olmo_lns.settings import NORM_BACKEND, read
+from olmo_lns.pip_extras import install_command
 
 #: Values of the setting. "torch" includes PyTorch's fused kernel if there is one.
 NAMES = ("auto", "te", "torch")
@@ -55,7 +55,7 @@ def rms_norm(
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
     :raises BackendUnavailableError: ``te`` was selected and cannot run here.
 
-    Example: ``rms_norm(x, weight, 1e-6, lns_scale(7))`` is the norm of block 7.
+    Example: ``rms_norm(x, weight, 1e-6, lns_factor(7))`` is the norm of block 7.
     """
     return _norm(backend)(x, weight, bias, eps, scale, subtracts_mean=False, zero_centered=zero_centered)
 
@@ -75,7 +75,7 @@ def layer_norm(
     Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x``, and fp32 under autocast on a
     GPU, as in ``torch.nn.functional.layer_norm``.
 
-    Example: ``layer_norm(x, weight, bias, 1e-5, lns_scale(7))`` is the norm of block 7.
+    Example: ``layer_norm(x, weight, bias, 1e-5, lns_factor(7))`` is the norm of block 7.
     """
     return _norm(backend)(x, weight, bias, eps, scale, subtracts_mean=True, zero_centered=zero_centered)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
-__all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "lns_scale"]
+__all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "lns_factor"]
 
 #: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
 DEFAULT_EXPONENT = 0.5
@@ -13,7 +13,7 @@ DEFAULT_EXPONENT = 0.5
 LARGEST_EXPONENT = 8.0
 
 
-def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
+def lns_factor(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
     """Return the factor of both norms of block ``layer_number``.
 
     The factor of block l is ``l ** -exponent``. With the default exponent this is the paper's ``1/sqrt(l)``
@@ -25,7 +25,7 @@ def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float
     :raises TypeError: if ``layer_number`` is not an integer.
     :raises ValueError: if ``layer_number < 1``, or the exponent is out of range.
 
-    Example: ``lns_scale(4)`` is 0.5, ``lns_scale(4, exponent=0.25)`` is 0.707.
+    Example: ``lns_factor(4)`` is 0.5, ``lns_factor(4, exponent=0.25)`` is 0.707.
     """
     if isinstance(layer_number, bool):
         raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}")

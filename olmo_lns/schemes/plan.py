@@ -2,11 +2,11 @@
 
 For a sub-layer f (attention or feed-forward) with residual stream x::
 
-    h = f(norm_scale * Pre(pre_scale * x))
-    h = gate * branch_scale * Branch(h)
-    x = stream_scale * Post(alpha * (omega * x) + h)
+    h = f(norm_scale * NormBefore(input_scale * x))
+    h = gate * output_scale * NormOnOutput(h)
+    x = stream_scale * NormOnSum(alpha * (omega * x) + h)
 
-Pre, Branch and Post are norms of the model's base type, or absent. The default plan is Pre-LN.
+Each of the three norms has the model's base type, or is absent. The default plan is Pre-LN, with only the first one.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Plan:
     The names are those of the equation at the top of this module, and of the papers. Constants are Python floats
     without a unit. The default is stock Pre-LN.
 
-    :param pre: true for a norm in front of the sub-layer.
-    :param branch: true for a norm on the output of the sub-layer, before the addition.
-    :param post: true for a norm on the sum.
-    :param gate: trained factor of the branch, or None.
+    :param norm_before: true for a norm before the sub-layer, as in Pre-LN.
+    :param norm_on_output: true for a norm on the output of the sub-layer, before the addition, as in OLMo 2.
+    :param norm_on_sum: true for a norm after the addition, as in Post-LN.
+    :param gate: trained factor of the output of the sub-layer, or None.
     :param omega: trained factor of the shortcut, or None.
     :param init_factors: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
     :param groups: number of groups of channels. The norm takes its statistics over the hidden_size / groups channels of
         a group, for one token.
     """
 
-    pre: bool = True
-    branch: bool = False
-    post: bool = False
-    pre_scale: float = 1.0
+    norm_before: bool = True
+    norm_on_output: bool = False
+    norm_on_sum: bool = False
+    input_scale: float = 1.0
     norm_scale: float = 1.0
-    branch_scale: float = 1.0
+    output_scale: float = 1.0
     stream_scale: float = 1.0
     alpha: float = 1.0
     gate: Learned | None = None
@@ -65,20 +65,20 @@ class Plan:
     groups: int = 1
 
     @property
-    def norms(self) -> int:
+    def norm_count(self) -> int:
         """The number of norms of the sub-layer."""
-        return self.pre + self.branch + self.post
+        return self.norm_before + self.norm_on_output + self.norm_on_sum
 
     @property
     def only_scales_norms(self) -> bool:
-        """True if only the norm in front is multiplied, so that the framework's forward of the block is right."""
+        """True if the plan only multiplies the norm before the sub-layer. The framework's own forward is right then."""
         return replace(self, norm_scale=1.0) == Plan()
 
     @property
     def folds_into_pre_ln(self) -> bool:
         """True if constants and gates can be multiplied into the weights of an equivalent Pre-LN block.
 
-        False for a factor in front of a norm or on the stream, which a norm cancels only up to eps.
+        False for a factor before a norm or on the stream, because a norm cancels such a factor only up to eps.
         """
-        other = (self.branch, self.post, self.omega is not None, self.groups != 1)
-        return self.pre and not any(other) and self.alpha == self.pre_scale == self.stream_scale == 1.0
+        other = (self.norm_on_output, self.norm_on_sum, self.omega is not None, self.groups != 1)
+        return self.norm_before and not any(other) and self.alpha == self.input_scale == self.stream_scale == 1.0

@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator, Mapping
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes.plan import SUB_LAYERS, Plan
 
-__all__ = ["Definition", "Parameter", "Scheme", "as_scheme", "define", "definition", "names", "parse"]
+__all__ = ["Definition", "Parameter", "Scheme", "as_scheme", "define_scheme", "definition", "names", "parse"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Definition:
 _table: dict[str, Definition] = {}
 
 
-def define(definition: Definition) -> Definition:
+def define_scheme(definition: Definition) -> Definition:
     """Add a row to the table of schemes.
 
     docs/own-scheme.md has an example.
@@ -95,7 +95,7 @@ def define(definition: Definition) -> Definition:
     return definition
 
 
-#: Entry points of installed packages that name a module with :func:`define` calls.
+#: Entry points of installed packages that name a module with :func:`define_scheme` calls.
 GROUP = "olmo_lns.schemes"
 
 
@@ -204,7 +204,7 @@ class Scheme:
 
     def norm_count(self, n_layers: int) -> int:
         """Return the number of norms in the blocks of a model."""
-        return sum(plan.norms for _, _, plan in self.plans(n_layers))
+        return sum(plan.norm_count for _, _, plan in self.plans(n_layers))
 
     def only_scales_norms(self, n_layers: int) -> bool:
         return all(plan.only_scales_norms for _, _, plan in self.plans(n_layers))

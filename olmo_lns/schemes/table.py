@@ -11,15 +11,15 @@ import math
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any, Callable
 
-from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
+from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_factor
 from olmo_lns.schemes.plan import SUB_LAYERS, Learned, Plan
-from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define
+from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define_scheme
 
 _LNS_PAPER, _MIX_LN_PAPER = "arXiv 2502.05795", "arXiv 2412.13795"
 
 
 def _exponent(value: float) -> None:
-    lns_scale(1, exponent=value)
+    lns_factor(1, exponent=value)
 
 
 def _share(value: float) -> None:
@@ -44,16 +44,16 @@ ALPHA = Parameter(
 GROUPS = Parameter(8, _count, "number of groups of channels; a norm takes its statistics over each group")
 START = Parameter(0.0, _start, "first value of the learned factor; 0 stands for the formula of the scheme")
 
-_Plan = Callable[..., Plan]
-_POST_LN = Plan(pre=False, post=True)
+_PlanFunction = Callable[..., Plan]
+_POST_LN = Plan(norm_before=False, norm_on_sum=True)
 
 
-def _always(plan: Plan) -> _Plan:
+def _always(plan: Plan) -> _PlanFunction:
     """Return a function that gives the same plan for every block."""
     return lambda layer_number, n_layers, sub_layer: plan
 
 
-def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
+def _with_factor(field: str, *sub_layers: str, **form: Any) -> _PlanFunction:
     """Return a plan function with LNS's factor in one field.
 
     :param sub_layers: the sub-layers with the factor; none means both.
@@ -62,7 +62,7 @@ def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
 
     def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
         scaled = sub_layer in (sub_layers or SUB_LAYERS)
-        factor: dict[str, Any] = {field: lns_scale(layer_number, exponent=exponent) if scaled else 1.0}
+        factor: dict[str, Any] = {field: lns_factor(layer_number, exponent=exponent) if scaled else 1.0}
         return Plan(**factor, **form)
 
     return plan
@@ -82,7 +82,7 @@ def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
     """
     gain = (8 * n_layers) ** -0.25
     factors = tuple((role, gain) for role in ("v", "o", "ff_in", "ff_out"))
-    return Plan(pre=False, post=True, alpha=(2 * n_layers) ** 0.25, init_factors=factors)
+    return Plan(norm_before=False, norm_on_sum=True, alpha=(2 * n_layers) ** 0.25, init_factors=factors)
 
 
 def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
@@ -92,7 +92,7 @@ def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
     """
     sub_layers = 2 * n_layers
     start = math.sqrt((sub_layers + 1) / math.log(sub_layers + 1) - 1)
-    return Plan(pre=False, post=True, omega=Learned(per_channel=True, start=start))
+    return Plan(norm_before=False, norm_on_sum=True, omega=Learned(per_channel=True, start=start))
 
 
 def _group_ln(layer_number: int, n_layers: int, sub_layer: str, *, groups: int) -> Plan:
@@ -120,47 +120,101 @@ def _skip_init(layer_number: int, n_layers: int, sub_layer: str, *, start: float
     return Plan(gate=Learned(per_channel=False, start=start or n_layers**-0.5))
 
 
-_P = {"exponent": EXPONENT}  # p of l^-p
+_EXPONENT_ONLY = {"exponent": EXPONENT}  # p of l^-p
 _TABLE_8, _IN_NO_PAPER = f"{_LNS_PAPER}, table 8", f"none: with the factor of {_LNS_PAPER}"
 
 
-def _row(name: str, title: str, label: str, plan: _Plan, source: str, **more: Any) -> None:
-    define(Definition(name, title, label, plan, source, **more))
+def _add(name: str, title: str, label: str, plan: _PlanFunction, source: str, **more: Any) -> None:
+    define_scheme(Definition(name, title, label, plan, source, **more))
 
 
 # x + f(N(x)); with LNS's factor: x + f(N(x) / sqrt(l))
-_row("preln", "Pre-LN", "Pre-LN", _always(Plan()), f"{_LNS_PAPER}, eq. 2-3", initialization="upstream")
-_row("lns", "LayerNorm Scaling", "Pre-LN + LNS", _with_factor("norm_scale"), f"{_LNS_PAPER}, eq. 12", parameters=_P)
+_add("preln", "Pre-LN", "Pre-LN", _always(Plan()), f"{_LNS_PAPER}, eq. 2-3", initialization="upstream")
+_add(
+    "lns",
+    "LayerNorm Scaling",
+    "Pre-LN + LNS",
+    _with_factor("norm_scale"),
+    f"{_LNS_PAPER}, eq. 12",
+    parameters=_EXPONENT_ONLY,
+)
 # N(x + f(x)); the model's final norm stays and the model ends in two norms, as in the papers' code
-_row("postln", "Post-LN", "Post-LN", _always(_POST_LN), f"{_MIX_LN_PAPER}, figure 1a")
-_row("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", parameters={"alpha": ALPHA})
-_row("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2")
+_add("postln", "Post-LN", "Post-LN", _always(_POST_LN), f"{_MIX_LN_PAPER}, figure 1a")
+_add("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", parameters={"alpha": ALPHA})
+_add("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2")
 # x + N'(f(N(x))), also Peri-LN's block; with the factor: x + l^-exponent N'(f(N(x)))
-_row("sandwich", "Sandwich-LN", "Sandwich-LN", _always(Plan(branch=True)), "arXiv 2105.13290; arXiv 2502.02732")
-_plan = _with_factor("branch_scale", branch=True)
-_row("sandwich_depth", "Sandwich-LN with depth factor", "Sandwich-LN / l^0.5", _plan, _IN_NO_PAPER, parameters=_P)
+_add("sandwich", "Sandwich-LN", "Sandwich-LN", _always(Plan(norm_on_output=True)), "arXiv 2105.13290; arXiv 2502.02732")
+_add(
+    "sandwich_depth",
+    "Sandwich-LN with depth factor",
+    "Sandwich-LN / l^0.5",
+    _with_factor("output_scale", norm_on_output=True),
+    _IN_NO_PAPER,
+    parameters=_EXPONENT_ONLY,
+)
 # x + N(f(x)), OLMo's norm_after; with the factor: x + l^-exponent N(f(x))
-_plan = _always(Plan(pre=False, branch=True))
-_row("branchln", "Branch-LN", "OLMo 2's order", _plan, "arXiv 2501.00656, section 3")
-_plan = _with_factor("branch_scale", pre=False, branch=True)
-_row("branchln_depth", "Branch-LN with depth factor", "OLMo 2's order / l^0.5", _plan, _IN_NO_PAPER, parameters=_P)
-_row("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form")
-_source = f"{_LNS_PAPER}, table 7, made causal"
-_row("groupln", "Group-LN", "Group-LN", _group_ln, _source, parameters={"groups": GROUPS})
-_row("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", parameters={"start": START})
-_row("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", parameters={"start": START})
+_add(
+    "branchln",
+    "Branch-LN",
+    "OLMo 2's order",
+    _always(Plan(norm_before=False, norm_on_output=True)),
+    "arXiv 2501.00656, section 3",
+)
+_add(
+    "branchln_depth",
+    "Branch-LN with depth factor",
+    "OLMo 2's order / l^0.5",
+    _with_factor("output_scale", norm_before=False, norm_on_output=True),
+    _IN_NO_PAPER,
+    parameters=_EXPONENT_ONLY,
+)
+_add("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form")
+_add("groupln", "Group-LN", "Group-LN", _group_ln, f"{_LNS_PAPER}, table 7, made causal", parameters={"groups": GROUPS})
+_add("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", parameters={"start": START})
+_add("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", parameters={"start": START})
 # x + f(N(x / sqrt(l))): differs from Pre-LN only by the norm's eps, because a norm cancels a factor
-_row("lnsbefore", "LNS before the norm", "LNS before LN", _with_factor("pre_scale"), _TABLE_8, parameters=_P)
+_add(
+    "lnsbefore",
+    "LNS before the norm",
+    "LNS before LN",
+    _with_factor("input_scale"),
+    _TABLE_8,
+    parameters=_EXPONENT_ONLY,
+)
 # x + f(N(x)) / sqrt(l), in both sub-layers or one
-_plan = _with_factor("branch_scale")
-_row("lnsafterbranch", "LNS after attention and feed-forward", "LNS after Attn/FFN", _plan, _TABLE_8, parameters=_P)
-_plan = _with_factor("branch_scale", "attn")
-_row("lnsafterattn", "LNS after attention", "LNS after Attn", _plan, _TABLE_8, parameters=_P)
-_plan = _with_factor("branch_scale", "ff")
-_row("lnsafterff", "LNS after feed-forward", "LNS after FFN", _plan, _TABLE_8, parameters=_P)
+_add(
+    "lnsafterbranch",
+    "LNS after attention and feed-forward",
+    "LNS after Attn/FFN",
+    _with_factor("output_scale"),
+    _TABLE_8,
+    parameters=_EXPONENT_ONLY,
+)
+_add(
+    "lnsafterattn",
+    "LNS after attention",
+    "LNS after Attn",
+    _with_factor("output_scale", "attn"),
+    _TABLE_8,
+    parameters=_EXPONENT_ONLY,
+)
+_add(
+    "lnsafterff",
+    "LNS after feed-forward",
+    "LNS after FFN",
+    _with_factor("output_scale", "ff"),
+    _TABLE_8,
+    parameters=_EXPONENT_ONLY,
+)
 # (x + f(N(x))) / sqrt(l): Pre-LN whose branches grow with the running product of sqrt(l); it diverges
-_plan = _with_factor("stream_scale")
-_row("lnsafterresidual", "LNS after the residual addition", "LNS after residual", _plan, _TABLE_8, parameters=_P)
+_add(
+    "lnsafterresidual",
+    "LNS after the residual addition",
+    "LNS after residual",
+    _with_factor("stream_scale"),
+    _TABLE_8,
+    parameters=_EXPONENT_ONLY,
+)
 
 #: Stock Pre-LN: the framework is not changed.
 PRE_LN = Scheme.of("preln")

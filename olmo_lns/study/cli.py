@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace) -> int:
     study = Study.load(args.study).with_options(args.gpus, args.nodes, args.gpu)
     if args.run:
-        study = study.with_variables(launch.environment(study, args.out))
+        study = study.with_variables(launch.variables_of_launch(study, args.out))
     runs = study.select_runs(args.only)
     planning.compare_arms(study.runs)
     if args.run:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.logs import Curve, read_curve
 from olmo_lns.study.planning import arm_problems, compare_arms
-from olmo_lns.text import write_whole
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 
@@ -23,7 +23,7 @@ def difference_from_saved(run: Run, folder: Path) -> str | None:
         return None
     if problems := arm_problems(run.arm, saved, engine):
         return f"Run {run.name} does not match its arm. {problems[0]}"
-    for key in (*engine.shape_keys.values(), *engine.rate_keys, *run.overrides):
+    for key in (*engine.workload_keys.values(), *engine.rate_keys, *run.overrides):
         value = run.settings.get(key)
         if key in saved and engine.compared_keys.match(key) and str(saved[key]) != str(value):
             return (
@@ -77,15 +77,15 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
     compare_arms(study.runs, settings)
     table = pd.DataFrame(rows)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "results.csv", table.to_csv(index=False))
+    write_atomically(out / "results.csv", table.to_csv(index=False))
     return table
 
 
 def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> dict[str, Any]:
-    shape = run.shape
-    if shape.steps and curve.total_steps not in (None, shape.steps):
+    workload = run.workload
+    if workload.steps and curve.total_steps not in (None, workload.steps):
         raise LNSConfigError(
-            f"According to its log, run {run.name} has {curve.total_steps} steps, but its config has {shape.steps}. "
+            f"According to its log, run {run.name} has {curve.total_steps} steps, but its config has {workload.steps}. "
             "Pass the description with which the run was launched, or remove the folder of the run and train it again."
         )
     loss, points = curve.final(study.final_fraction) if curve.is_done else (None, 0)
@@ -94,9 +94,10 @@ def _row(study: Study, run: Run, curve: Curve, saved: dict[str, Any] | None) -> 
     if heldout is not None:  # nats per token with a label
         heldout *= run.engine.heldout_correction(saved or run.settings)
     return {
-        "run": run.name, "size": run.size_and_rate, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters,
+        "run": run.name, "size": run.size_and_rate, "arm": run.arm, "seed": run.seed, "parameters": workload.parameters,
         "status": status, "has_settings": saved is not None,
-        "step": curve.last, "steps": curve.total_steps or shape.steps, "tokens": shape.tokens_per_step * curve.last,
+        "step": curve.last, "steps": curve.total_steps or workload.steps,
+        "tokens": workload.tokens_per_step * curve.last,
         "loss": loss, "points": points, "heldout": heldout,
-        "layers": shape.layers, "width": shape.hidden_size, "learning_rate": shape.learning_rate,
+        "layers": workload.layers, "width": workload.hidden_size, "learning_rate": workload.learning_rate,
     }  # fmt: skip

@@ -235,10 +235,10 @@ class Study:
         :raises LNSConfigError: if there is no such file, or a value, arm, size or framework is unknown.
         """
         path = bundled_configs.find_config(path, "study")
-        keys = read_description(path)
-        engine = ENGINES[keys.framework]
+        description = read_description(path)
+        engine = ENGINES[description.framework]
         try:
-            runs = tuple(_runs(keys, path, engine))
+            runs = tuple(_runs(description, path, engine))
             if not runs:
                 raise LNSConfigError("The description has no run. Name at least one size, one arm and one seed.")
             names = [run.name for run in runs]
@@ -247,9 +247,16 @@ class Study:
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
         return cls(
-            keys.name, engine, path, runs, keys.launch, keys.final_fraction, keys.data, keys.published,
-            gpu=keys.launch.gpu,
-        )  # fmt: skip
+            description.name,
+            engine,
+            path,
+            runs,
+            description.launch,
+            final_fraction=description.final_fraction,
+            data=description.data,
+            published=description.published,
+            gpu=description.launch.gpu,
+        )
 
     def with_options(self, gpus: int | None, nodes: int | None, gpu: str | None) -> Study:
         """Return the study with the options of a command line. None keeps the value of the description."""
@@ -267,24 +274,27 @@ class Study:
         return cls(path.stem, engine, path, (run,), Launch(nproc=GPUS_PER_NODE))
 
 
-def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
+def _runs(description: Description, path: Path, engine: Engine) -> Iterable[Run]:
     """Yield the runs by size. The arms of one seed come together, so that an unfinished study can compare them."""
-    arms = [(arm_named(name).name, overrides) for name, overrides in keys.arms.items()]
+    arms = [(arm_named(name).name, overrides) for name, overrides in description.arms.items()]
     arm_names = [arm for arm, _ in arms]
-    rates = _by_arm("rates", keys.rates, arm_names)
-    for key, by_size in (("only", keys.only), ("more_seeds", keys.more_seeds), ("nodes", keys.launch.nodes)):
-        _require_names(key, {*by_size} - {""}, keys.sizes)
-    common_seeds = [engine.default_seed] if keys.seeds is None else keys.seeds
-    for size, size_overrides in keys.sizes.items():
-        selected_arms = {arm_named(name).name for name in keys.only.get(size, arm_names)}
+    rates = _by_arm("rates", description.rates, arm_names)
+    _require_names("only", description.only, description.sizes)
+    _require_names("more_seeds", description.more_seeds, description.sizes)
+    _require_names("nodes", {*description.launch.nodes} - {""}, description.sizes)
+    common_seeds = [engine.default_seed] if description.seeds is None else description.seeds
+    for size, size_overrides in description.sizes.items():
+        selected_arms = {arm_named(name).name for name in description.only.get(size, arm_names)}
         _require_names("only", selected_arms, arm_names)
-        more_seeds = _by_arm("more_seeds", keys.more_seeds.get(size, []), arm_names)
+        more_seeds = _by_arm("more_seeds", description.more_seeds.get(size, []), arm_names)
         seeds = {arm: [*common_seeds, *more_seeds.get(arm, [])] for arm in arm_names if arm in selected_arms}
         for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
             for arm, arm_overrides in arms:
                 if seed in seeds.get(arm, []):
                     for rate in rates.get(arm) or [None]:
-                        yield _run(path, keys.config, engine, size, arm, seed, size_overrides | arm_overrides, rate)
+                        yield _run(
+                            path, description.config, engine, size, arm, seed, size_overrides | arm_overrides, rate
+                        )
 
 
 def _part_ends(name: str) -> list[int]:
@@ -328,6 +338,6 @@ def _run(
     if rate is not None:
         value = float(rate.removesuffix("x"))
         if rate.endswith("x"):
-            value = float(f"{value * run.shape.learning_rate:.6g}")
+            value = float(f"{value * run.workload.learning_rate:.6g}")
         run = replace(run, overrides=settings | engine.rate_overrides(config, value), rate=value)
     return replace(run, overrides={**run.overrides, **engine.name_and_seed_overrides(run.name, seed)})

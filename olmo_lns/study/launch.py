@@ -40,7 +40,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     :raises LNSConfigError: if the GPUs of the run cannot share its batch evenly.
     """
     nodes, nproc = study.layout(run)
-    if problem := run.shape.batch_problem(nodes * nproc):
+    if problem := run.workload.batch_problem(nodes * nproc):
         raise LNSConfigError(f"Run {run.name} cannot start. {problem}")
     arguments = run.engine.arguments(run, (out / run.name).resolve())
     program = ["-m", "olmo_lns", bundled_configs.script_path(study.launch.command), *arguments, *study.launch.args]
@@ -58,7 +58,7 @@ def quote(argv: Sequence[str]) -> str:
     return " ".join(f'"{item}"' if item in (JOB, ENDPOINT) else shlex.quote(item) for item in argv)
 
 
-def environment(study: Study, out: Path) -> dict[str, str]:
+def variables_of_launch(study: Study, out: Path) -> dict[str, str]:
     """Return the environment variables that a launch sets for its config files and processes."""
     variables = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
@@ -75,7 +75,7 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
     If the study trains on local text, the text is written now, so that the commands find it.
     """
     check_environment()
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables_of_launch(study, out).items()]
     for run in runs:
         if (nodes := study.layout(run)[0]) > 1:
             lines.append(f"# on each of {nodes} nodes, with HEAD set to the host name of one of them:")
@@ -114,7 +114,7 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
         raise KeyboardInterrupt
 
     check_launch(study)
-    variables = {**os.environ, **environment(study, out)}
+    variables = {**os.environ, **variables_of_launch(study, out)}
     for run in runs:
         command(study, run, out)
         if (nodes := study.layout(run)[0]) > 1:
@@ -165,7 +165,7 @@ def start(study: Study, run: Run, out: Path, lock: int) -> tuple[Path, subproces
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
     log = next_log(folder)
-    env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
+    env = {**os.environ, **variables_of_launch(study, out), **run.engine.variables(run)}
     with log.open("xb") as file:
         return log, subprocess.Popen(
             command(study, run, out), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,

@@ -19,7 +19,7 @@ log = logging.getLogger("olmo_lns")
 #: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
 GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
 #: Used share of the peak, and time factor for evaluation and checkpoints.
-UTILISATION, MARGIN = 0.4, 1.25
+UTILIZATION, MARGIN = 0.4, 1.25
 
 
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
@@ -85,23 +85,23 @@ def find_problems(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
     :param has_layout: False for a config file, for which nobody has named the number of GPUs.
     :raises LNSConfigError: if the framework cannot load the config or build the model.
     """
-    shape, engine = run.shape, run.engine
+    workload, engine = run.workload, run.engine
     problems = arm_problems(run.arm, run.settings, engine) if run.arm else []
     problems += engine.problems(run.settings, gpus)
-    if shape.steps and shape.warmup >= shape.steps:
+    if workload.steps and workload.warmup >= workload.steps:
         problems.append(
-            f"The warm-up has {shape.warmup} steps, but the run only {shape.steps}. The warm-up must end before the "
-            "run. Shorten it."
+            f"The warm-up has {workload.warmup} steps, but the run has only {workload.steps}. The warm-up must end "
+            "before the run does. Change one of the two."
         )
-    if has_layout and (problem := shape.batch_problem(gpus)):
+    if has_layout and (problem := workload.batch_problem(gpus)):
         problems.append(problem)
     _ = run.parameter_count  # build the model
     return problems
 
 
 def hours(run: Run, gpu: str) -> float:
-    """Return the hours of a run on one GPU: :attr:`Shape.flops` at :data:`UTILISATION` of the peak."""
-    return run.shape.flops / (GPUS[gpu] * UTILISATION) / 3600
+    """Return the hours of a run on one GPU: :attr:`Workload.flops` at :data:`UTILIZATION` of the peak."""
+    return run.workload.flops / (GPUS[gpu] * UTILIZATION) / 3600
 
 
 def planned_hours(study: Study, run: Run) -> float:
@@ -117,9 +117,9 @@ def table(study: Study, runs: Sequence[Run]) -> str:
     for size in dict.fromkeys(run.size_and_rate for run in runs):
         runs_of_size = [run for run in runs if run.size_and_rate == size]
         run = runs_of_size[0]
-        shape, gpus, gpu_hours = run.shape, math.prod(study.layout(run)), hours(run, gpu)
-        if shape.steps:
-            tokens, steps = _format_number(shape.tokens), f"{shape.steps:,}"
+        workload, gpus, gpu_hours = run.workload, math.prod(study.layout(run)), hours(run, gpu)
+        if workload.steps:
+            tokens, steps = _format_number(workload.tokens), f"{workload.steps:,}"
             cost, duration = f"{gpu_hours:,.1f}", _format_hours(gpu_hours / gpus)
         else:  # a duration in epochs
             tokens = steps = cost = duration = "–"
@@ -129,8 +129,8 @@ def table(study: Study, runs: Sequence[Run]) -> str:
         )
     labels = ", ".join(ARMS[arm].label for arm in dict.fromkeys(run.arm for run in runs) if arm)
     totals = (
-        f"All {len(runs)} runs{f' ({labels})' if labels else ''}: {sum(run.shape.flops for run in runs):.2e} FLOPs, "
-        f"{sum(hours(run, gpu) for run in runs):,.0f} {gpu} hours. Estimates at {UTILISATION:.0%} of the dense bf16 "
+        f"All {len(runs)} runs{f' ({labels})' if labels else ''}: {sum(run.workload.flops for run in runs):.2e} FLOPs, "
+        f"{sum(hours(run, gpu) for run in runs):,.0f} {gpu} hours. Estimates at {UTILIZATION:.0%} of the dense bf16 "
         "peak, without evaluation, checkpoints and queues."
     )
     return "\n".join([*lines, "", textwrap.fill(totals, 80)])
@@ -140,16 +140,16 @@ def needed_data(study: Study, runs: Sequence[Run]) -> str:
     """Return the number of tokens that the longest run reads, and the command that checks the data."""
     if study.data in CORPUS_BUILDERS:
         return "data: text of this Python, which `study launch … --run` makes; nothing is downloaded"
-    shape = max((run.shape for run in runs), key=lambda shape: shape.tokens)
-    if not shape.steps:
+    workload = max((run.workload for run in runs), key=lambda workload: workload.tokens)
+    if not workload.steps:
         return "data: not checked, because the duration is in epochs"
     folder = "$OLMO_DATA_DIR" if study.engine.data_variable == "OLMO_DATA_DIR" else "FOLDER"  # MEGATRON_DATA is a list
     if study.data:
         folder = str(study.path.parent / study.data)
-    rows = shape.steps * shape.batch_size
+    rows = workload.steps * workload.batch_size
     return (
-        f"data: {_format_number(shape.tokens)} tokens (docs/data.md); to check them:\n"
-        f"  olmo-lns data check {folder} --sequence {shape.sequence_length} --rows {rows}"
+        f"data: {_format_number(workload.tokens)} tokens (docs/data.md); to check them:\n"
+        f"  olmo-lns data check {folder} --sequence {workload.sequence_length} --rows {rows}"
     )
 
 

@@ -50,7 +50,7 @@ def write(study: Study, results: pd.DataFrame, out: Path) -> list[Path]:
 
 def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
     """Return the report of the :func:`complete` runs. The papers' numbers are labelled."""
-    best_runs, parameters = best(runs), {run.size: run.shape.parameters for run in study.runs}
+    best_runs, parameters = best(runs), {run.size: run.workload.parameters for run in study.runs}
 
     def loss(size: str, arm: str) -> str:
         arm_runs = best_runs[(best_runs["size"] == size) & (best_runs.arm == arm)]

@@ -8,13 +8,13 @@ import shlex
 from pathlib import Path
 from typing import Sequence
 
+from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import bundled_configs
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
-from olmo_lns.study.launch import JOB, check_launch, command, environment, quote
+from olmo_lns.study.launch import JOB, check_launch, command, quote, variables_of_launch
 from olmo_lns.study.planning import planned_hours
-from olmo_lns.text import write_whole
 
 TEMPLATE = """#!/bin/bash
 # {study}: size {size}, one array task per run. Submit with: sbatch {file}
@@ -66,7 +66,7 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path) -> list[Pa
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        write_whole(path, text)
+        write_atomically(path, text)
         path.chmod(0o755)
     return list(texts)
 
@@ -113,7 +113,7 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
 
 
 def _script(study: Study, runs: Sequence[Run], out: Path, path: Path) -> str:
-    exports = environment(study, out)
+    exports = variables_of_launch(study, out)
     cases = []
     for run in runs:
         exports |= run.engine.variables(run)

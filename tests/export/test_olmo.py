@@ -75,7 +75,7 @@ def test_every_other_scheme_is_folded_or_refused(name, tmp_path, capsys):
 def _mixed(layer_number, n_layers, sub_layer):
     """Every factor that a Pre-LN block has room for, in one scheme; its blocks multiply what their norms return."""
     if sub_layer == "attn":
-        return Plan(norm_scale=layer_number**-0.5, branch_scale=0.7, gate=Learned(per_channel=True, start=0.9))
+        return Plan(norm_scale=layer_number**-0.5, output_scale=0.7, gate=Learned(per_channel=True, start=0.9))
     return Plan(norm_scale=0.8, init_factors=(("ff_in", 2.0),))
 
 

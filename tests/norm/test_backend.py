@@ -9,10 +9,10 @@ import pytest
 import torch
 from support import tex
 
+from olmo_lns.environment import NORM_BACKEND
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError
 from olmo_lns.norm import Backend, backend, choose_backend, layer_norm, rms_norm
 from olmo_lns.norm import transformer_engine as te
-from olmo_lns.settings import NORM_BACKEND
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from support import norm_reference as reference
 from support import olmo_models, tex
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_factor
 from olmo_lns.norm import choose_backend
 
 WIDTH, EPS, LAYERS = 16, 1e-6, 24
@@ -21,7 +21,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.lns_scale, self.kind, self.backend = lns_scale(layer_number), kind, backend
+        self.lns_scale, self.kind, self.backend = lns_factor(layer_number), kind, backend
 
     def forward(self, x):
         y = reference.ours(self.kind, x, self.weight, None, EPS, self.lns_scale, backend=self.backend)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import norm_reference as reference
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_factor
 from olmo_lns.norm import Backend
 from olmo_lns.norm import transformer_engine as te
 
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
 ]
 
-EPS, SCALE = 1e-6, lns_scale(58)
+EPS, SCALE = 1e-6, lns_factor(58)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: (rows, width): tuned and odd widths; rows that are not divisible by 4.
 SHAPES = [(256, 512), (255, 1024), (64, 4096), (7, 71), (130, 541), (33, 5120), (1, 768)]

@@ -10,12 +10,12 @@ import torch
 from support import norm_reference as reference
 from support import olmo_models, tex
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_factor
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm import transformer_engine as te
 from olmo_lns.norm.backend import choose_backend
 
-EPS, SCALE = 1e-6, lns_scale(58)  # rounding 1/sqrt(l) itself to bf16 would cost most at l = 58
+EPS, SCALE = 1e-6, lns_factor(58)  # rounding 1/sqrt(l) itself to bf16 would cost most at l = 58
 SIGNATURES = json.loads((Path(tex.__file__).parent / "te_signatures.json").read_text())["versions"]
 
 

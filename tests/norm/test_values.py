@@ -12,14 +12,14 @@ from olmo.config import ModelConfig
 from olmo.model import RMSLayerNorm
 from support import norm_reference as reference
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_factor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.norm import NormArithmetic, rms_norm
 from olmo_lns.scaled import ScaledGainNorm, scale
 
 EPS = 1e-6
-SCALE = lns_scale(7)
+SCALE = lns_factor(7)
 FP64, FP32, BF16, FP16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: In half units of the last place: one rounding of the result, plus what fp32 arithmetic may add to 24 bits.
 ROUNDINGS = {FP64: 40.0, FP32: 24.0, BF16: 1.01, FP16: 1.05}

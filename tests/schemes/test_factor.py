@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_factor
 
 
 @given(st.integers(1, 10_000), st.floats(0, 4))
 def test_the_factor_follows_the_formula(layer_number, exponent):
     # s² · l = 1 exactly, checked in rational arithmetic
-    assert abs(Fraction(lns_scale(layer_number)) ** 2 * layer_number - 1) < Fraction(1, 10**14)
-    found = math.log(lns_scale(layer_number, exponent=exponent))
+    assert abs(Fraction(lns_factor(layer_number)) ** 2 * layer_number - 1) < Fraction(1, 10**14)
+    found = math.log(lns_factor(layer_number, exponent=exponent))
     assert found == pytest.approx(-exponent * math.log(layer_number), abs=1e-12)
 
 
 def test_a_numpy_integer_also_gives_a_python_float():
-    assert type(lns_scale(np.int64(4))) is float and lns_scale(np.int64(4)) == 0.5
-    assert lns_scale(10_000, exponent=8) == 1e-32
+    assert type(lns_factor(np.int64(4))) is float and lns_factor(np.int64(4)) == 0.5
+    assert lns_factor(10_000, exponent=8) == 1e-32
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_numpy_integer_also_gives_a_python_float():
 )
 def test_a_wrong_layer_number_or_exponent_is_refused(number, exponent, error, message):
     with pytest.raises(error, match=message):
-        lns_scale(number, exponent=exponent)
+        lns_factor(number, exponent=exponent)

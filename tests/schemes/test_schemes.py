@@ -76,13 +76,13 @@ def test_values_are_numbers_and_integers_are_read_as_integers():
 def test_a_defined_scheme_is_spelled_and_its_name_is_taken_once(monkeypatch):
     monkeypatch.setattr(registry, "_table", dict(registry._table))
     blocks = Parameter(1, lambda value: None, "how many blocks")
-    schemes.define(
-        Definition("mixed", "Mixed", "Mixed", lambda *_, blocks: Plan(pre=blocks > 1), "", {"blocks": blocks})
+    schemes.define_scheme(
+        Definition("mixed", "Mixed", "Mixed", lambda *_, blocks: Plan(norm_before=blocks > 1), "", {"blocks": blocks})
     )
     assert schemes.names()[:2] == ("preln", "lns") and schemes.names()[-1] == "mixed"
     assert str(parse("mixed:blocks=2")) == "mixed:blocks=2" and parse("mixed:blocks=2").plan(1, 4, "ff") == Plan()
     with pytest.raises(ValueError, match="A scheme cannot be named 'mixed'. The name must be new"):
-        schemes.define(schemes.definition("mixed"))
+        schemes.define_scheme(schemes.definition("mixed"))
     order = [(number, sub_layer) for number, sub_layer, _ in parse("mixed").plans(2)]
     assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
 
@@ -97,18 +97,18 @@ def test_initializations_have_their_factors_and_defaults():
     assert (PRE_LN.definition.initialization, LNS.definition.initialization) == ("upstream", "plain")
 
 
-POST = Plan(pre=False, post=True)
+POST = Plan(norm_before=False, norm_on_sum=True)
 
 #: Spelling -> the plan of block 4 of 16: one for both sub-layers, or (attention, feed-forward). test_block.py of OLMo
 #: compares the default parameters with the formulas.
 BLOCK_4_OF_16 = {
     "mixln:alpha=0.1": Plan(),
-    "sandwich_depth:exponent=1.0": Plan(branch=True, branch_scale=0.25),
+    "sandwich_depth:exponent=1.0": Plan(norm_on_output=True, output_scale=0.25),
     "groupln:groups=4": Plan(groups=4),
     "layerscale:start=0.0001": Plan(gate=Learned(True, 1e-4)),
     "skipinit:start=0.001": Plan(gate=Learned(False, 1e-3)),
-    "lnsafterattn:exponent=1.0": (Plan(branch_scale=0.25), Plan()),
-    "lnsafterff:exponent=1.0": (Plan(), Plan(branch_scale=0.25)),
+    "lnsafterattn:exponent=1.0": (Plan(output_scale=0.25), Plan()),
+    "lnsafterff:exponent=1.0": (Plan(), Plan(output_scale=0.25)),
 }
 
 

@@ -72,6 +72,6 @@ def test_settings_that_contradict_the_arm_are_named():
 )
 def test_an_invalid_arm_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        arms.define(replace(arm(PRE_LN, "plain"), **wrong))
+        arms.define_arm(replace(arm(PRE_LN, "plain"), **wrong))
     with pytest.raises(LNSConfigError, match="Unknown arm 'lnss' .did you mean 'lns'"):
         arms.arm_named("lnss")

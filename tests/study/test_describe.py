@@ -150,7 +150,7 @@ def test_rates_give_a_run_for_each_arm_and_rate(tmp_path, rates, names):
     study = load(tmp_path, rates=rates, launch={"nodes": {"60M": 4}})
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
-    assert last.shape.learning_rate == last.rate and last.settings["min_lr"] == pytest.approx(last.rate / 10)
+    assert last.workload.learning_rate == last.rate and last.settings["min_lr"] == pytest.approx(last.rate / 10)
     assert {run.size for run in study.runs} == {"60M"} and {study.layout(run) for run in study.runs} == {(4, 1)}
     compare_arms(study.runs)
 

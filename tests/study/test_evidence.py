@@ -110,7 +110,7 @@ from olmo_lns.arms import ARMS, arm_named
 assert arm_named("lnsvalue").colour == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
-assert Scheme.of("lnsvalue").plan(4, 16, "attn").branch_scale == value.norm_scale == rate.norm_scale == 0.5
+assert Scheme.of("lnsvalue").plan(4, 16, "attn").output_scale == value.norm_scale == rate.norm_scale == 0.5
 assert dict(rate.init_factors) == {"qkv": 2.0, "ff_in": 2.0} and dict(start.init_factors) == {"qkv": 0.5, "ff_in": 0.5}
 assert start.norm_scale == 1 and uniform.norm_scale == 0.35 and back.norm_scale == 13**-0.5 and set(names) <= {*ARMS}
 """

@@ -44,14 +44,14 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     from olmo_lns.study.engines.olmo import load
 
     config = load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
-    shape = OLMO.shape(yaml_files.flatten(config))
+    workload = OLMO.workload(yaml_files.flatten(config))
     model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
-    assert shape.parameters == OLMO.count(Path(), config) == model.num_params()
+    assert workload.parameters == OLMO.count(Path(), config) == model.num_params()
     # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward
     # pass. Ours leaves this lookup out, and counts a tied embedding as the head.
-    more = (-2 if shape.has_tied_embeddings else 4) * shape.embedding_parameters
+    more = (-2 if workload.has_tied_embeddings else 4) * workload.embedding_parameters
     per_token = model.num_fwd_flops + model.num_bck_flops
-    assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
+    assert per_token * workload.tokens == pytest.approx(workload.flops + more * workload.tokens, rel=1e-12)
 
 
 def test_the_norms_and_gates_of_every_scheme_are_counted():
@@ -95,7 +95,7 @@ def test_every_file_of_the_pack_passes(capsys):
             "olmo/60M-preln",
             "max_duration: 38147",
             "max_duration: 1500",
-            "warm-up has 2000 steps, but the run only 1500",
+            "warm-up has 2000 steps, but the run has only 1500",
         ),
         ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs, .* cannot share a batch of 129"),
         ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses the config .*: .*n_layer"),
@@ -138,7 +138,7 @@ def test_a_duration_in_epochs_has_no_cost_and_the_rest_is_checked(tmp_path, caps
     assert code == 1 and "but arm 'lns' needs" in out
     for tokens, steps in (("5242880T", 10), ("5242881T", 11), ("20", 20)):  # of 128 x 4096
         path.write_text(text.replace("1ep", tokens))
-        assert OLMO.shape(OLMO.settings(OLMO.load(path, {}))).steps == steps
+        assert OLMO.workload(OLMO.flat_settings(OLMO.load(path, {}))).steps == steps
 
 
 def test_a_config_file_is_checked_without_a_number_of_gpus(capsys):

@@ -64,7 +64,7 @@ class Built:
         for key, value in {**run.settings, **changed, "save_folder": str(folder)}.items():
             OmegaConf.update(saved, key, value)
         OmegaConf.save(saved, folder / "config.yaml")
-        steps = run.shape.steps
+        steps = run.workload.steps
         losses = {step: f"{final + 1 - step / steps:.4f}" for step in range(1, (until or steps) + 1)}
         (folder / "attempt-01.log").write_text(olmo_log(dict(losses), total=steps))
         return folder

@@ -11,12 +11,12 @@ import sys
 from contextvars import ContextVar
 from typing import Any, Callable
 
+from olmo_lns.environment import ALLOW_MISMATCH, is_set
 from olmo_lns.integrations.megatron.command_line import TEACHER_LOAD_ARGUMENT, launched_arguments
 from olmo_lns.integrations.megatron.flags import FLAGS, LNS_FLAG, Selection
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
-from olmo_lns.settings import ALLOW_MISMATCH, is_set
 
 Function = Callable[..., Any]
 

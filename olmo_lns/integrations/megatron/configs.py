@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.flags import Selection
 
@@ -41,7 +41,7 @@ def check_config(config: Any) -> None:
 
     :raises LNSConfigError: if it does not support one. The message names it and gives the reason.
     """
-    settings.check()
+    environment.check()
     refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
     if getattr(config, "transformer_impl", "") == "inference_optimized":
         refused["transformer_impl"] = BYPASSED

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_factor
 
 #: Option strings, in the order of ``Selection``'s fields.
 FLAGS = LNS_FLAG, EXPONENT_FLAG, KEEP_FLAG, PLAIN_FLAG = (
@@ -80,7 +80,7 @@ class Selection:
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
             raise LNSConfigError(f"{KEEP_FLAG} and {PLAIN_FLAG} contradict each other. Pass one of them.")
         try:
-            lns_scale(1, exponent=self.layernorm_scaling_exponent)
+            lns_factor(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
             raise LNSConfigError(f"{EXPONENT_FLAG}: {error}") from None
         if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Selection():

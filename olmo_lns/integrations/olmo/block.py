@@ -32,7 +32,7 @@ _PARTS = (*NORMS.values(), "attn_out", "ff_out")
 _PARTS_OF_FORWARD = ("attention", "act", "ff_proj", "dropout", "_activation_checkpoint_fn")
 
 _Run = Callable[..., Any]
-_CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
+_CONSTANTS = ("input_scale", "norm_scale", "output_scale", "stream_scale", "alpha")
 
 
 class LearnedFactor(PicklableSubclass):
@@ -89,24 +89,24 @@ class SchemeBlock(PicklableSubclass):
     def _enter(self, sub_layer: str, x: torch.Tensor, run: _Run) -> torch.Tensor:
         """Return the input of a sub-layer. :param x: the stream."""
         plan, constants = self.lns_plans[sub_layer], self.lns_constants[sub_layer]
-        h = _times(x, constants["pre_scale"])
-        if plan.pre:
+        h = _times(x, constants["input_scale"])
+        if plan.norm_before:
             h = run(getattr(self, NORMS[sub_layer]), h)
         return _times(h, constants["norm_scale"])
 
     def _leave(self: Any, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
         """Return the stream after a sub-layer. :param x: the stream before it. :param h: the sub-layer's output."""
         plan, constants = self.lns_plans[sub_layer], self.lns_constants[sub_layer]
-        if plan.branch:
-            h = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.pre else NORMS[sub_layer]), h)
+        if plan.norm_on_output:
+            h = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.norm_before else NORMS[sub_layer]), h)
         h = self.dropout(h)
         if plan.gate is not None:
             h = getattr(self, f"{sub_layer}_gate").weight * h
         if plan.omega is not None:
             x = getattr(self, f"{sub_layer}_omega").weight * x
-        x = _times(x, constants["alpha"]) + _times(h, constants["branch_scale"])
-        if plan.post:
-            x = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.norms == 2 else NORMS[sub_layer]), x)
+        x = _times(x, constants["alpha"]) + _times(h, constants["output_scale"])
+        if plan.norm_on_sum:
+            x = run(getattr(self, f"{NORMS[sub_layer]}_out" if plan.norm_count == 2 else NORMS[sub_layer]), x)
         return _times(x, constants["stream_scale"])
 
     def lns_plan(self, sub_layer: str) -> Plan:
@@ -304,7 +304,7 @@ def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     sites.mark(block, *block_sites)
     for site in block_sites:
         plan, sub_layer = site.plan, site.sub_layer
-        if plan.norms == 2:
+        if plan.norm_count == 2:
             setattr(block, f"{NORMS[sub_layer]}_out", LayerNormBase.build(config, size=config.d_model))
         if plan.groups > 1:
             norm = getattr(block, NORMS[sub_layer])

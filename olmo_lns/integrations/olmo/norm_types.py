@@ -12,7 +12,7 @@ import logging
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
-from olmo_lns import hook, settings
+from olmo_lns import environment, hook
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
@@ -70,7 +70,7 @@ def requested(config: Any) -> tuple[Scheme, str]:
     """
     scheme = scheme_of_type(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
-    sources = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
+    sources = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
     sources["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
     requests = {origin: value for origin, value in sources.items() if value}
     if (ours and len(requests) > 1) or len(set(requests.values())) > 1:
@@ -95,10 +95,10 @@ def stock_names(config: Any) -> Iterator[None]:
 
 
 def _initialization_of_environment() -> str:
-    value = settings.read(settings.INITIALIZATION)
+    value = environment.read(environment.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
         raise LNSConfigError(
-            f"{settings.INITIALIZATION} is {value!r}{did_you_mean(value, _INITIALIZATIONS)}, but expected one of "
+            f"{environment.INITIALIZATION} is {value!r}{did_you_mean(value, _INITIALIZATIONS)}, but expected one of "
             f"{', '.join(_INITIALIZATIONS)}. For another initialization set in the config init_fn: "
             f"{' or '.join(INIT_FNS)}."
         )
@@ -171,16 +171,16 @@ def require_supported(config: Any) -> None:
 
     hook.require_wrapped("olmo")
     if has_scheme(config.layer_norm_type):
-        settings.check()
+        environment.check()
     kind, problem = f"layer_norm_type={config.layer_norm_type!s}", ""
     if config.norm_after and has_scheme(config.layer_norm_type):
         raise OLMoConfigurationError(
             f"{kind} with norm_after=true: the scheme already defines the places of the norms. Set norm_after: false."
         )
     for number, sub_layer, plan in scheme_of_type(config.layer_norm_type).plans(config.n_layers):
-        if plan.norms not in (1, 2):
-            problem = f"found {plan.norms} norms in a sub-layer, expected one or two"
-        elif plan.groups > 1 and plan.norms == 2:
+        if plan.norm_count not in (1, 2):
+            problem = f"found {plan.norm_count} norms in a sub-layer, expected one or two"
+        elif plan.groups > 1 and plan.norm_count == 2:
             problem = "found grouped statistics and two norms in a sub-layer, expected one norm"
         elif config.d_model % plan.groups:
             problem = f"{plan.groups} groups do not divide model.d_model={config.d_model}"

@@ -52,7 +52,7 @@ def _pre(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
 
 
 def _branch(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
-    return NormLayout(Plan(pre=False, branch=True), norms, "branch_scale", "branchln_depth")
+    return NormLayout(Plan(norm_before=False, norm_on_output=True), norms, "output_scale", "branchln_depth")
 
 
 #: ``TransformerBlockConfig.name`` -> where the block has its norms.

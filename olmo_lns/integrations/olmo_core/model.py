@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from olmo_lns import initialization, settings, sites, start_up
+from olmo_lns import environment, initialization, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.schemes import Scheme
 
@@ -43,7 +43,7 @@ def report(model: Any, n_layers: int) -> None:
         raise LNSConfigError(
             f"The model has the schemes {sorted(set(map(str, schemes.values())))}. Use one scheme for all blocks."
         )
-    settings.check()
+    environment.check()
     sites.require_complete(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))

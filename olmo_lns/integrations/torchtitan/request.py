@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.protocols.module import Module
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme, parse
 
@@ -63,12 +63,12 @@ def mark(
     :param name: name of the override, for messages.
     :raises LNSConfigError: if a value is not allowed, or the plugin is switched off.
     """
-    if settings.is_set(settings.DISABLE):
+    if environment.is_set(environment.DISABLE):
         raise LNSConfigError(
-            f"{settings.DISABLE}=1 is set, but --override.imports names {name}. Unset {settings.DISABLE}, or remove "
-            "the override."
+            f"{environment.DISABLE}=1 is set, but --override.imports names {name}. Unset {environment.DISABLE}, or "
+            "remove the override."
         )
-    settings.check()
+    environment.check()
     if not isinstance(keep_scaled_init, bool):
         raise LNSConfigError(f"{name}: keep_scaled_init is {keep_scaled_init!r}. Expected true or false.")
     return MarkedNorm(norm=config, scheme=str(_scheme(scheme, exponent, name)), keep_scaled_init=keep_scaled_init)

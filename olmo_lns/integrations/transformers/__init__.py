@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from olmo_lns import settings
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme, as_scheme
 
@@ -66,7 +66,7 @@ def apply(
     from olmo_lns.integrations.transformers import classes, scaling
 
     register()
-    settings.check()
+    environment.check()
     scheme_value = as_scheme(scheme)
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization is {initialization!r}, but expected plain or upstream. Pass one of them.")

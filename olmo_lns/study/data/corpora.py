@@ -16,9 +16,9 @@ from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
+from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.extras import install_command
-from olmo_lns.text import write_whole
+from olmo_lns.pip_extras import install_command
 
 #: The end-of-document id, after the bytes.
 EOS_TOKEN_ID = 256
@@ -95,7 +95,7 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Path:
                 f"{path} has the text of another Python or of other packages, and is not overwritten. Use another "
                 "folder."
             )
-        write_whole(path, tokens)
+        write_atomically(path, tokens)
     _write_tokenizer(folder / "tokenizer.json")
     return folder
 

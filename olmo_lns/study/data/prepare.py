@@ -16,8 +16,8 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from olmo_lns.arguments import as_path, at_least
+from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.text import write_whole
 from olmo_lns.tokenizers import find_local
 
 #: C4 as in the papers' code: streamed, and shuffled in a buffer of this size with these seeds.
@@ -154,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
         for path in Path(folder).iterdir():
             os.replace(path, args.out / path.name)
     record = {"dtype": dtype, "vocabulary": vocabulary, "eos": eos, "documents": count, "tokens": tokens}
-    write_whole(tokenizer_path, tokenizer.to_str(pretty=True))
-    write_whole(record_path, json.dumps(record | {"source": _source(args.split, args.files)}, indent=1) + "\n")
+    write_atomically(tokenizer_path, tokenizer.to_str(pretty=True))
+    write_atomically(record_path, json.dumps(record | {"source": _source(args.split, args.files)}, indent=1) + "\n")
     print(f"\n{args.out / stem}.npy is complete, of dtype {dtype}")
     share = labels / (count * (args.sequence - 1))
     print(f"{share:.1%} of the positions are real tokens; with label masks OLMo averages losses over all positions")

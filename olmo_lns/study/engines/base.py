@@ -19,7 +19,7 @@ from olmo_lns.study.yaml_files import flatten
 
 
 @dataclass(frozen=True)
-class Shape:
+class Workload:
     """A Pre-LN decoder with SwiGLU and no biases, its training budget, and its layout over GPUs.
 
     :param ffn_hidden_size: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
@@ -102,7 +102,7 @@ class Engine(Protocol):
         framework may have settings of neither kind. A difference in such a setting is reported.
     :param base_arm: the arm whose config file is used for every arm without a file.
     :param save_variable, data_variable: environment variables that the config files read.
-    :param shape_keys: field of :class:`Shape` -> the setting with the same value.
+    :param workload_keys: field of :class:`Workload` -> the setting with the same value.
     :param rate_keys: settings that scale with the learning rate, the peak first.
     """
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
     base_arm: str = BASELINE
     save_variable: str = "OLMO_SAVE_DIR"
     data_variable: str = "OLMO_DATA_DIR"
-    shape_keys: Mapping[str, str]
+    workload_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
 
     def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
@@ -140,18 +140,18 @@ class Engine(Protocol):
         :raises LNSConfigError: if the framework refuses the config.
         """
 
-    def settings(self, loaded: Any) -> dict[str, Any]:
+    def flat_settings(self, loaded: Any) -> dict[str, Any]:
         """Return the flat settings of a config from :meth:`load`."""
         return flatten(loaded)
 
-    def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """Return the shape of a run.
+    def workload(self, settings: Mapping[str, Any]) -> Workload:
+        """Return the workload of a run.
 
         :raises LNSConfigError: if a key is missing, or a value is not a number.
         """
         try:
-            fields: dict[str, Any] = {field: int(settings[key]) for field, key in self.shape_keys.items()}
-            return Shape(learning_rate=float(settings[self.rate_keys[0]]), **fields | self.derived_fields(settings))
+            fields: dict[str, Any] = {field: int(settings[key]) for field, key in self.workload_keys.items()}
+            return Workload(learning_rate=float(settings[self.rate_keys[0]]), **fields | self.derived_fields(settings))
         except KeyError as error:
             raise LNSConfigError(
                 f"The config has no key {error.args[0]!r}. Expected a complete training config. Add the key."
@@ -160,11 +160,11 @@ class Engine(Protocol):
             raise LNSConfigError(f"A value in the config is not a number: {error}. Correct the value.") from error
 
     def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of :class:`Shape` that are not the value of one setting."""
+        """Return the fields of :class:`Workload` that are not the value of one setting."""
 
     def count(self, path: Path, loaded: Any) -> int:
         """Return the number of parameters, counted in the framework's model if it can be built."""
-        return self.shape(self.settings(loaded)).parameters
+        return self.workload(self.flat_settings(loaded)).parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         """Return the contradictions between the settings of a run on this number of GPUs."""
@@ -238,7 +238,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings of the run, flat."""
-        return self.engine.settings(self.loaded)
+        return self.engine.flat_settings(self.loaded)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -246,5 +246,5 @@ class Run:
         return self.engine.count(self.config, self.loaded)
 
     @property
-    def shape(self) -> Shape:
-        return self.engine.shape(self.settings)
+    def workload(self) -> Workload:
+        return self.engine.workload(self.settings)

@@ -28,7 +28,7 @@ from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.logs import find_logs
 from olmo_lns.study.yaml_files import VARIABLE, fill_variables
 from olmo_lns.study.yaml_files import read as read_yaml
-from olmo_lns.temporary import replaced_attribute, replaced_items
+from olmo_lns.temporary_values import replaced_attribute, replaced_items
 
 OPTION = "--lns-config"
 
@@ -201,7 +201,7 @@ class MegatronEngine(Engine):
     )
     base_arm = SCALED_BASELINE  # the stock files, without a flag that would have to be removed
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
-    shape_keys = {
+    workload_keys = {
         "layers": "num_layers", "hidden_size": "hidden_size", "heads": "num_attention_heads",
         "ffn_hidden_size": "ffn_hidden_size", "sequence_length": "seq_length", "batch_size": "global_batch_size",
         "steps": "train_iters",
@@ -255,7 +255,7 @@ class MegatronEngine(Engine):
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         problems = []
-        decay_steps, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
+        decay_steps, steps = settings.get("lr_decay_iters"), self.workload(settings).steps
         if decay_steps not in (None, steps):
             problems.append(
                 f"lr-decay-iters is {decay_steps}, but train-iters is {steps}. The rate must decay until the last "

@@ -14,7 +14,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import norm_types
 from olmo_lns.study import yaml_files
 from olmo_lns.study.engines.base import Engine, Run, dot_list
-from olmo_lns.temporary import replaced_items
+from olmo_lns.temporary_values import replaced_items
 
 #: Initialization -> ``init_fn``. ``upstream`` keeps the ``init_fn`` of the config, which defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
@@ -75,7 +75,7 @@ class OLMoEngine(Engine):
         r"|load_path_|try_load|sharded_|new_style|wandb|speed_monitor|console|gen1|compile|distributed|fsdp|ddp|time_limit"
         r"|single|extra_steps|python_|torch_|activation_checkpointing|fused_loss|hf_datasets|module_outputs|tokenizer\."
     )
-    shape_keys = {
+    workload_keys = {
         "layers": "model.n_layers", "hidden_size": "model.d_model", "heads": "model.n_heads",
         "sequence_length": "model.max_sequence_length", "batch_size": "global_train_batch_size",
         "warmup": "scheduler.t_warmup",
@@ -133,11 +133,11 @@ class OLMoEngine(Engine):
             raise LNSConfigError(f"OLMo could not build the model of {path}: {one_line(error)}") from error
         for _, _, plan in scheme.plans(model.n_layers):
             learned = [factor.elements(model.d_model) for factor in (plan.gate, plan.omega) if factor]
-            parameters += (plan.norms - 1) * norm_parameters + sum(learned)
+            parameters += (plan.norm_count - 1) * norm_parameters + sum(learned)
         return parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
-        stop_at, steps = settings["stop_at"], self.shape(settings).steps
+        stop_at, steps = settings["stop_at"], self.workload(settings).steps
         if steps and stop_at is None:
             return [
                 f"stop_at is not set, so OLMo would run {steps + 10} steps instead of {steps}. Set stop_at to {steps}."
@@ -197,4 +197,4 @@ class OLMoEngine(Engine):
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         path = folder / "config.yaml"
-        return {**self.settings(load(path)), "load_path": None} if path.is_file() else {}
+        return {**self.flat_settings(load(path)), "load_path": None} if path.is_file() else {}

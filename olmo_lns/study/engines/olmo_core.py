@@ -140,7 +140,7 @@ class OLMoCoreEngine(Engine):
         r"|train_module\.(rank_micro|compile|(pp|dp|tp|cp|ep|ac)_config|state_dict|load_key)"
         r"|trainer\.(save_|work_dir|checkpointer|device|cancel|metrics|callbacks|async|bookkeeping|no_|checkpoints)"
     )
-    shape_keys = {
+    workload_keys = {
         "layers": "model.n_layers", "hidden_size": "model.d_model", "heads": f"{_MIXER}.n_heads",
         "ffn_hidden_size": "model.block.feed_forward.hidden_size", "vocab_size": "model.vocab_size",
         "sequence_length": "train_module.max_sequence_length",
@@ -186,8 +186,8 @@ class OLMoCoreEngine(Engine):
         """Return the sections of a file with the overrides."""
         return read(path, overrides, variables=variables, placeholder=True)
 
-    def settings(self, loaded: Any) -> dict[str, Any]:
-        flat = super().settings(loaded)
+    def flat_settings(self, loaded: Any) -> dict[str, Any]:
+        flat = super().flat_settings(loaded)
         if str(flat.get(_CLASS, "")).rpartition(".")[2] == STOCK_CLASS.rpartition(".")[2]:
             flat[_CLASS] = STOCK_CLASS  # a saved config names the defining module
         return flat
@@ -216,7 +216,7 @@ class OLMoCoreEngine(Engine):
         return count_parameters(path, loaded) if available() else super().count(path, loaded)
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
-        problems, length = [], self.shape(settings).sequence_length
+        problems, length = [], self.workload(settings).sequence_length
         if (micro_batch := int(settings["train_module.rank_microbatch_size"])) % length:
             problems.append(
                 f"train_module.rank_microbatch_size is {micro_batch} tokens. It must be a multiple of the sequence "
@@ -247,5 +247,5 @@ class OLMoCoreEngine(Engine):
 
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         paths = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
-        settings = self.settings(json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else {}
+        settings = self.flat_settings(json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else {}
         return {key: value for key, value in settings.items() if key != "trainer.load_path"}

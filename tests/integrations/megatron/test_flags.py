@@ -9,12 +9,12 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns import hook
+from olmo_lns.environment import ALLOW_MISMATCH
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations.megatron import apply, checkpoint, command_line
 from olmo_lns.integrations.megatron import model as megatron_model
 from olmo_lns.integrations.megatron.flags import FLAGS, Selection, add_flags
 from olmo_lns.schemes import parse as parse_scheme
-from olmo_lns.settings import ALLOW_MISMATCH
 
 LNS, EXPONENT, KEEP, PLAIN = FLAGS
 

@@ -172,14 +172,14 @@ def test_our_forward_with_the_plan_of_pre_ln_equals_olmos_own_to_the_bit(changes
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(pre=False), "found 0 norms in a sub-layer, expected one or two"),
-        (Plan(groups=4, branch=True), "found grouped statistics and two norms"),
+        (Plan(norm_before=False), "found 0 norms in a sub-layer, expected one or two"),
+        (Plan(groups=4, norm_on_output=True), "found grouped statistics and two norms"),
         (Plan(groups=5), "5 groups do not divide model.d_model=32"),
     ],
 )
 def test_a_scheme_that_this_integration_cannot_build_is_refused(monkeypatch, plan, message):
     monkeypatch.setattr(registry, "_table", dict(registry._table))
-    schemes.define(Definition("other", "Other", "Other", lambda *_: plan, "a test"))
+    schemes.define_scheme(Definition("other", "Other", "Other", lambda *_: plan, "a test"))
     with pytest.raises(OLMoConfigurationError, match=f"layer_norm_type=other_rms, block 1, attn: .*{message}"):
         OLMo(model_config(layer_norm_type="other_rms"))
 
@@ -206,7 +206,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
     ("kind", "line"),
     [
         ("lns_rms", "LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch (no CUDA device is visible); scaled initialization off (init_fn mitchell); measured: sites, output, gradient, initialization"),
-        ("lnsafterff_rms", "LNS after feed-forward on: 8 norms (lnsafterff_rms); branch_scale = 1 (block 1) to 0.5 (block 4), ff only; exponent 0.5; scaled initialization off (init_fn mitchell); measured: block, initialization"),
+        ("lnsafterff_rms", "LNS after feed-forward on: 8 norms (lnsafterff_rms); output_scale = 1 (block 1) to 0.5 (block 4), ff only; exponent 0.5; scaled initialization off (init_fn mitchell); measured: block, initialization"),
     ],
 )  # fmt: skip
 def test_the_start_up_line_says_what_was_built_and_measured(caplog, monkeypatch, kind, line):

@@ -30,7 +30,7 @@ def _run(path):
 def test_every_config_passes_its_check_and_has_its_number_of_parameters(size, arm):
     run = _run(PACK / f"{size}-{arm}.yaml")
     assert run.arm == arm and find_problems(run, 8) == []
-    assert OLMO_CORE.count(run.config, run.loaded) == run.shape.parameters == PARAMETERS[size]
+    assert OLMO_CORE.count(run.config, run.loaded) == run.workload.parameters == PARAMETERS[size]
 
 
 def _model(path, overrides=None):
@@ -83,7 +83,7 @@ def test_the_shapes_of_depthbench_have_the_parameters_of_its_table():
     assert found["L42"] == pytest.approx(400, rel=0.03) and found["L70"] == pytest.approx(400, rel=0.03)
     for run in study.runs:
         rate = 5e-4 if run.size == "1B" else 1e-2 if "1e2" in run.size else 2e-3
-        assert run.shape.learning_rate == rate and arm_problems(run.arm, run.settings, OLMO_CORE) == []
+        assert run.workload.learning_rate == rate and arm_problems(run.arm, run.settings, OLMO_CORE) == []
     assert sum(run.arm == "preln_scaled_init" for run in study.runs) == 15
 
 

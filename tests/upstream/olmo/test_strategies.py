@@ -94,7 +94,7 @@ def test_initial_weights_from_the_meta_device_are_stocks_times_the_gains_of_the_
     assert "error" not in stock and "error" not in ours, (stock, ours)
     plan, gain = parse(kind.removesuffix("_rms")).plan(1, 4, "attn"), 32**-0.25 if kind == "deepnorm_rms" else 1.0
     # With more parameters FSDP cuts the shards elsewhere, and the second rank draws other numbers.
-    same = 1e-5 if plan.norms == 1 and not (plan.gate or plan.omega) else 0.05
+    same = 1e-5 if plan.norm_count == 1 and not (plan.gate or plan.omega) else 0.05
     for weight, found in ours.items():
         of, in_block = weight.split(".")[-2], "blocks." in weight
         layer = int(weight.split("blocks.")[1].split(".")[0]) + 1 if in_block else 1

@@ -9,7 +9,7 @@ import pytest
 from support import forked, launch
 
 import olmo_lns
-from olmo_lns import cli, settings
+from olmo_lns import cli, environment
 from olmo_lns.errors import LNSConfigError
 
 #: A wrong name -> the name that the error must suggest.
@@ -22,36 +22,36 @@ WRONG = {
 
 
 def test_an_unknown_variable_is_refused_and_the_nearest_name_suggested(monkeypatch):
-    for name in settings.VARIABLES:
+    for name in environment.VARIABLES:
         monkeypatch.setenv(name, "1")
-    settings.check()
+    environment.check()
     for name, nearest in WRONG.items():
         with monkeypatch.context() as context:
             context.setenv(name, "0.3")
             hint = re.escape(f"{name} is unknown" + (f" (did you mean '{nearest}'?)" if nearest else ". The variables"))
             with pytest.raises(LNSConfigError, match=hint) as caught:
-                settings.check()
-            assert all(known in str(caught.value) for known in settings.VARIABLES)
+                environment.check()
+            assert all(known in str(caught.value) for known in environment.VARIABLES)
 
 
 def test_a_switch_is_on_or_off(monkeypatch):
     for value in ("true", "yes", "01"):
         monkeypatch.setenv("OLMO_LNS_DISABLE", value)
         with pytest.raises(LNSConfigError, match=f"OLMO_LNS_DISABLE is '{value}'. The values are 1"):
-            settings.check()
+            environment.check()
     for value, on in (("1", True), (" 1 ", True), ("0", False), ("", False)):
         monkeypatch.setenv("OLMO_LNS_DISABLE", value)
-        settings.check()
-        assert settings.is_set("OLMO_LNS_DISABLE") is on
+        environment.check()
+        assert environment.is_set("OLMO_LNS_DISABLE") is on
 
 
 def test_the_list_holds_every_variable_of_the_package_and_the_usage_shows_it(capsys):
     package = Path(olmo_lns.__file__).parent
     text = " ".join(path.read_text() for path in package.rglob("*.py"))
-    assert set(re.findall(r"OLMO_LNS_[A-Z_]*[A-Z]", text)) == set(settings.VARIABLES)
+    assert set(re.findall(r"OLMO_LNS_[A-Z_]*[A-Z]", text)) == set(environment.VARIABLES)
     cli.main(["--help"])
     usage = capsys.readouterr().out
-    assert all(name in usage and text in usage for name, text in settings.VARIABLES.items())
+    assert all(name in usage and text in usage for name, text in environment.VARIABLES.items())
 
 
 @pytest.mark.parametrize("entry", [["train", "config.yaml"], [__file__]], ids=["olmo-lns train", "launcher"])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
+def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file under a temporary name and rename it. A killed process or a full disk leaves no partial file.
 
     Text is written as UTF-8. File names in it that the locale cannot decode keep their bytes. If ``path`` is a symbolic
