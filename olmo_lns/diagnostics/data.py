@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from olmo_lns.errors import LNSError, one_line
-from olmo_lns.study.data.check import read_record
+from olmo_lns.token_files import NUMPY_HEADER, read_record
 
 #: Number of tokens, or of characters of a plain text, to read at once.
 READ_SIZE = 1 << 20
@@ -85,7 +85,7 @@ def _sequences(chunks: Iterable[np.ndarray], length: int, max_tokens: int | None
 
 def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
-        is_npy = file.read(6) == b"\x93NUMPY"
+        is_npy = file.read(len(NUMPY_HEADER)) == NUMPY_HEADER
     recorded = read_record(path).get("dtype", token_dtype)
     if not is_npy and recorded != token_dtype:
         raise LNSError(

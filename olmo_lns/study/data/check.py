@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import DOLMA
+from olmo_lns.token_files import NUMPY_HEADER, read_record
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
-NUMPY_HEADER = b"\x93NUMPY"
 CHUNK = 1 << 26  # tokens read at a time
 
 
@@ -67,22 +66,6 @@ def _data_files(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         yield from (Path(root, name) for name in names if name.endswith((".npy", ".bin")))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the record ``NAME.json`` that ``data prepare`` wrote beside ``NAME-00000.npy``; empty without a record.
-
-    :raises LNSConfigError: if a record cannot be read.
-    """
-    for record in (path.with_name(f"{path.stem}.json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")):
-        if record.is_file() and record.name != "tokenizer.json":
-            try:
-                return dict(json.loads(record.read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as error:
-                raise LNSConfigError(
-                    f"{record} is not a record of `data prepare`: {error}. Restore the file, or move it away."
-                ) from None
-    return {}
 
 
 def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None = None, eos: int | None = None) -> Data:
