@@ -1,4 +1,8 @@
-"""Launches of ``python -m torchtitan.train``, unmodified, on a CPU, on a text and a tokenizer of the test's own."""
+"""Launches of ``python -m torchtitan.train``, unmodified, on a CPU, on a text and a tokenizer of the test's own.
+
+The launches are forks of one interpreter that has imported what torchtitan imports (support/forked.py), but not torchtitan.
+These imports take three quarters of the time of a launch.
+"""
 
 import importlib.util
 import json
@@ -6,8 +10,10 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from support import forked
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parent.parent
@@ -43,13 +49,105 @@ OPTIONS = [
 ]
 
 
+#: What torchtitan imports, and support.forked does not. An optional module may be missing.
+IMPORTS = """
+import contextlib, importlib
+for name in "triton tyro einops spmd_types torchdata.stateful_dataloader torch_checkpointing grain PIL.Image \\
+        torch._inductor.compile_fx torch.utils.tensorboard torch.nn.attention.varlen torch.distributed.pipelining \\
+        torch.distributed.tensor.experimental".split():
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that :func:`run` starts.
+
+    :param name: name of its folder and of its log. :param options: more options of torchtitan.
+    :param processes: how many processes. One process uses torchtitan's fake backend, several use gloo.
+    :param installed: this package and its start-up hook are installed, as ``pip install -e`` does.
+    :param hooks: llama3 is the reference by hooks on the stock model. This package is not installed.
+    :param folder: the folder of checkpoints, if it is another launch's.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    processes: int = 1
+    installed: bool = True
+    hooks: bool = False
+    folder: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class Result:
     """A finished launch. :param losses: of each step, as rank 0 or the last pipeline stage logs them."""
 
+    name: str
     log: str
     losses: list[float]
     status: int
+
+    def ok(self):
+        assert self.status == 0, f"{self.name}\n{self.log[-4000:]}"
+        return self
+
+
+def run(path, *launches):
+    """Run launches, all at once, in a folder that :func:`folder` has filled; return their results in order."""
+    requests = [request for launch in launches for request in _requests(path, launch)]
+    done = forked.run(
+        "from support import torchtitan_ranks; torchtitan_ranks.main()",
+        json.dumps(requests),
+        path=SUPPORT.parent,
+        cwd=path,
+        first=IMPORTS,
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    statuses = iter(json.loads(done.stdout.splitlines()[-1]))
+    return [_result(path, launch, [next(statuses) for _ in range(launch.processes)]) for launch in launches]
+
+
+def run_in_a_new_interpreter(path, launch):
+    """Run a launch of one process in an interpreter of its own, by the command that a user types."""
+    (request,) = _requests(path, launch)
+    source = os.environ.get("TORCHTITAN_SRC", "")
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT / "torchtitan_site"), source]))}
+    command = [sys.executable, "-m", "torchtitan.train", *request["options"]]
+    with open(request["log"], "w") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **paths, **request["environment"]}
+        status = subprocess.run(command, cwd=path, env=environment, stdout=log, stderr=log, timeout=900).returncode
+    return _result(path, launch, [status])
+
+
+def _requests(path, launch):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    fake = ["--comm.mode", "fake_backend"] if launch.processes == 1 else []
+    common = {"NGPU": str(launch.processes), "WORLD_SIZE": str(launch.processes), **launch.environment}
+    common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common |= {"TORCHTITAN_HOOKS": "1"} if launch.hooks else {}
+    common |= {"TORCHTITAN_SITE": str(path / "site")} if launch.installed and not launch.hooks else {}
+    losses = {"TORCHTITAN_LOSSES": str(path / f"{launch.name}.losses")}
+    return [
+        {
+            "options": [*OPTIONS, "--dump_folder", str(path / (launch.folder or launch.name)), *fake, *launch.options],
+            "environment": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            | (losses if rank == launch.processes - 1 else {}),
+            "log": str(path / f"{launch.name}.{rank}.log"),
+        }
+        for rank in range(launch.processes)
+    ]
+
+
+def _result(path, launch, statuses):
+    logs = [(path / f"{launch.name}.{rank}.log").read_text() for rank in range(launch.processes)]
+    losses = path / f"{launch.name}.losses"
+    found = [float(line) for line in losses.read_text().split()] if losses.exists() else []
+    return Result(launch.name, "\n".join(logs), found, max(map(abs, statuses)))
 
 
 def folder(path):
@@ -81,48 +179,3 @@ def folder(path):
     (site / "olmo_lns_autoload.pth").write_text(HOOK.read_text())
     (site / "_olmo_lns.pth").write_text(str(ROOT))
     return path
-
-
-class Launch:
-    """A started launch; several run at once.
-
-    :param installed: this package and its start-up hook are installed, as ``pip install -e`` does.
-    :param hooks: the reference by hooks.
-    """
-
-    def __init__(self, path, name, *options, processes=1, installed=True, hooks=False, environment=None):
-        self.losses = path / f"{name}.losses"
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        paths = [str(SUPPORT / "torchtitan_site")]
-        paths += [source] if (source := os.environ.get("TORCHTITAN_SRC")) else []
-        fake = ["--comm.mode", "fake_backend"] if processes == 1 else []
-        options = [*OPTIONS, "--dump_folder", str(path / name), *fake, *options]
-        common = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "NGPU": str(processes)}
-        common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        common |= {"TORCHTITAN_SITE": str(path / "site")} if installed else {}
-        common |= {"TORCHTITAN_HOOKS": "1"} if hooks else {}
-        common |= environment or {}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "torchtitan.train", *options],
-                cwd=path,
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                | ({"TORCHTITAN_LOSSES": str(self.losses)} if rank == processes - 1 else {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
-
-    def result(self, timeout=600):
-        """Wait for the processes and return the log of all ranks."""
-        try:
-            logs = [process.communicate(timeout=timeout)[0] for process in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
-        losses = [float(line) for line in self.losses.read_text().split()] if self.losses.exists() else []
-        return Result("\n".join(logs), losses, max(abs(process.returncode) for process in self.processes))

@@ -8,7 +8,6 @@ takes the place of this factor (arXiv 2502.05795, footnote 1 and section 6).
 from __future__ import annotations
 
 import math
-import types
 from collections import defaultdict
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -104,28 +103,30 @@ def _replace(decoder: Any, plain: dict[tuple[str, int], float]) -> None:
     for _, name, module, parameter, initializer in list(_initializers(decoder)):
         stds = [plain.get((name, place)) for place, _ in enumerate(_draws(initializer))]
         if any(stds):
-            module._param_init = {**module._param_init, parameter: _with_stds(initializer, iter(stds))}
+            module._param_init = {**module._param_init, parameter: _with_stds(initializer, stds)}
             if isinstance(initializer, partial):
                 module.lns_drawn = {**getattr(module, "lns_drawn", {}), parameter: stds[0]}
 
 
-def _with_stds(initializer: Any, stds: Iterator[float | None]) -> Any:
-    """Return a copy of an initializer with other standard deviations.
+def _with_stds(initializer: Callable[..., Any], stds: list[float | None]) -> Callable[..., Any]:
+    """Return an initializer that draws with other standard deviations.
 
     :param stds: the new standard deviation of each draw, in order. None keeps the present one.
     """
-    if not any(True for _ in _draws(initializer)):
-        return initializer
     if isinstance(initializer, partial):
-        std = next(stds)
-        keywords = initializer.keywords if std is None else {**initializer.keywords, "std": std}
-        return partial(initializer.func, *initializer.args, **keywords)
-    cells = tuple(types.CellType(_with_stds(cell.cell_contents, stds)) for cell in initializer.__closure__)
-    copied = types.FunctionType(
-        initializer.__code__, initializer.__globals__, initializer.__name__, initializer.__defaults__, cells
-    )
-    copied.__kwdefaults__ = initializer.__kwdefaults__
-    return copied
+        return partial(initializer, std=stds[0])
+
+    def fused(parameter: Any) -> None:
+        stock = [(draw.keywords, draw.keywords["std"]) for draw in _draws(initializer)]
+        try:
+            for (keywords, present), std in zip(stock, stds, strict=True):
+                keywords["std"] = present if std is None else std
+            initializer(parameter)
+        finally:
+            for keywords, std in stock:
+                keywords["std"] = std
+
+    return fused
 
 
 def wrap_init_states(init_states: Callable[..., Any]) -> Callable[..., Any]:

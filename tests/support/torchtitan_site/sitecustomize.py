@@ -1,18 +1,15 @@
 """For launches of torchtitan on a CPU: what torchtitan takes from CUDA.
 
-``TORCHTITAN_SITE`` is a folder that ``site`` reads like site-packages, in which this package is installed. Without it,
-this package's start-up hook is taken away, if the environment has it.
+``TORCHTITAN_SITE`` is a folder that ``site`` reads like site-packages, in which this package is installed.
 With ``TORCHTITAN_HOOKS`` in the environment, llama3 is the reference of LayerNorm Scaling, by hooks on the stock model.
 ``TORCHTITAN_LOSSES`` is a file for the losses of each step, which torchtitan's log rounds.
 torchtitan's device is the CPU, its memory monitor reads nothing, and its flex attention, which has no backward on a CPU,
 is PyTorch's scaled dot-product attention. The block mask of a text is causal; the tests' texts are one document.
 """
 
-import atexit
 import inspect
 import os
 import site
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,10 +22,6 @@ from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
 
 if "TORCHTITAN_SITE" in os.environ:
     site.addsitedir(os.environ["TORCHTITAN_SITE"])
-else:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "olmo_lns_start_up")]
-    sys.path_hooks[:] = [hook for hook in sys.path_hooks if getattr(hook, "__module__", "") != "site"]
-atexit.register(lambda: print("olmo_lns was imported:", "olmo_lns" in sys.modules))
 
 torch._utils._get_available_device_type = lambda: "cpu"
 torch.cpu.get_device_name = lambda device: "CPU"
