@@ -26,11 +26,10 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``CheckpointManager.dcp_save``: add the entry if the model has a scheme."""
     signature = inspect.signature(save)
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheme = running_scheme(self)
-        if scheme.is_pre_ln:
-            return save(self, *args, **kwargs)
-        call = signature.bind(self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = _bound(signature, *args, **kwargs)
+        if call is None or (scheme := running_scheme(call.arguments["self"])).is_pre_ln:
+            return save(*args, **kwargs)
         if call.arguments.get("to_hf"):
             folder = call.arguments["checkpoint_id"]
             log.warning(
@@ -49,18 +48,26 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``CheckpointManager.dcp_load``: compare the checkpoint's scheme with the model's."""
     signature = inspect.signature(load)
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        running, folder = running_scheme(self), arguments["checkpoint_id"]
-        saved: Scheme | None
-        if arguments.get("from_hf"):  # names no scheme; the weights are a stock model's
-            saved, says = PRE_LN, "its format is Hugging Face's, which means"
-        else:
-            saved, says = _from_rank_zero(folder, running), "its index says"
-        require_same(saved, running, source=folder, setting=_setting, says=says)
-        return load(self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if (call := _bound(signature, *args, **kwargs)) is not None:
+            running, folder = running_scheme(call.arguments["self"]), call.arguments["checkpoint_id"]
+            saved: Scheme | None
+            if call.arguments.get("from_hf"):  # names no scheme; the weights are a stock model's
+                saved, says = PRE_LN, "its format is Hugging Face's, which means"
+            else:
+                saved, says = _from_rank_zero(folder, running), "its index says"
+            require_same(saved, running, source=folder, setting=_setting, says=says)
+        return load(*args, **kwargs)
 
     return wrapped
+
+
+def _bound(signature: inspect.Signature, *args: Any, **kwargs: Any) -> inspect.BoundArguments | None:
+    """Return the arguments by name, or None if torchtitan's function will refuse them."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
 
 
 def running_scheme(manager: Any) -> Scheme:

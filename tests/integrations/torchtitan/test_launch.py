@@ -1,5 +1,7 @@
 """torchtitan's own entry point, unmodified: the flag trains what hooks train, and without the flag nothing changes."""
 
+import re
+
 import pytest
 
 pytest.importorskip("torchtitan.config.override", reason="needs torchtitan 0.3 (make test-torchtitan)")
@@ -68,11 +70,6 @@ OTHERS = {
         ("--compile.enable", "--compile.backend", "aot_eager"),
         "Compiling each TransformerBlock with torch.compile",
     ),
-    # Two blocks, because Inductor compiles C++ for each.
-    "compile with Inductor": (
-        ("--module", "small_llama", "--config", "two_blocks", "--compile.enable"),
-        "Compiling each TransformerBlock with torch.compile",
-    ),
 }
 
 
@@ -80,8 +77,55 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_process_trains_what_hooks_train(folder, name):
     options, note = OTHERS[name]
-    lns = compare(folder, name.replace(" ", "-"), options, note=note)
-    assert "Inductor" not in name or "Torchinductor" in lns.log
+    compare(folder, name.replace(" ", "-"), options, note=note)
+
+
+@pytest.mark.slow
+def test_inductor_trains_what_hooks_train(folder):
+    """Two blocks, and C++ without vector instructions, because Inductor compiles for a minute or more."""
+    options = ("--module", "small_llama", "--config", "two_blocks", "--compile.enable")
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    stock, hooks, lns = launches.run(
+        folder,
+        Launch("inductor-stock", options, installed=False, environment=cache),
+        Launch("inductor-hooks", options, hooks=True, environment=cache),
+        Launch("inductor-lns", (*LNS, *options), environment=cache),
+    )
+    print(f"Inductor: stock {stock.ok().losses} hooks {hooks.ok().losses} lns {lns.ok().losses}")
+    assert "Compiling each TransformerBlock with torch.compile" in lns.log
+    assert len(list((folder / "inductor").rglob("*.so"))) > 2, "Inductor's libraries"
+    assert len(lns.losses) == 2 and difference(lns, hooks) < 1e-6 and difference(lns, stock) > 1e-4
+
+
+#: Family -> its debug config, and the error under the flag, if the family is refused.
+DECODERS = {
+    "qwen3": ("qwen3_debugmodel", None),
+    "qwen3, a mixture": ("qwen3_moe_debug", None),
+    "deepseek_v3": ("deepseek_v3_debugmodel", None),
+    "muse_glimmer": ("muse_glimmer_debugmodel", "its norm post_ffn_norm sits on a branch"),
+    "gpt_oss": ("gpt_oss_debugmodel_flex", None),
+    "kimi_k2_7": ("kimi_k2_5_debugmodel", None),
+    "qwen3_5": ("qwen35_debugmodel", "olmo_lns.torchtitan.lns had no effect"),
+    "flux": ("flux_debugmodel", "olmo_lns.torchtitan.lns had no effect"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_family_trains_a_step_or_is_refused(folder, family):
+    config, refusal = DECODERS[family]
+    options = ("--module", family.partition(",")[0], "--config", config, "--training.steps", "1")
+    stock, lns = launches.run(
+        folder, Launch(f"{config}-stock", options, installed=False), Launch(f"{config}-lns", (*LNS, *options))
+    )
+    if stock.status:
+        errors = [line for line in stock.log.splitlines() if re.match(r"\w+(Error|NotFound)\b.*: ", line)]
+        pytest.skip(f"stock torchtitan cannot train {family} here: {errors[0]}")
+    if refusal:
+        assert lns.status and refusal in lns.log, lns.log[-3000:]
+        return
+    assert "LayerNorm Scaling on:" in lns.ok().log
+    assert difference(lns, stock) > 1e-3
 
 
 #: Options of a layout on two processes.
