@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from support import forked
 from support.other_models import IDS, WIDTH, Model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -378,7 +379,7 @@ def test_a_matrix_that_does_not_end_a_branch_and_was_drawn_at_a_quarter_is_named
 
 def sharded(rank, world, folder, kind):
     """Each process draws its shards of a model that was sharded on the meta device, then makes them plain."""
-    store = dist.FileStore(str(folder / "store"), world)
+    store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model = olmo_lns.apply(wide(constant).to("meta"))
     for block in model.layers.values():
@@ -401,7 +402,7 @@ def sharded(rank, world, folder, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nanogpt", "open_lm"])
 def test_two_processes_make_their_shards_plain(kind, tmp_path):
-    torch.multiprocessing.spawn(sharded, (2, tmp_path, kind), nprocs=2)
+    forked.run_ranks(__file__, "sharded", 2, str(tmp_path), kind)
 
 
 def partition(model):

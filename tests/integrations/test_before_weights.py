@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from support import forked
 from support.hooked import hooked
 from support.other_models import litgpt
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -163,14 +164,14 @@ def by_zero_3(rank, kind, folder):
 def train(rank, way, kind, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate and DeepSpeed ask for them
-    if way is by_accelerate:
+    if way == "by_accelerate":
         os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"}
         os.environ |= {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    model, optimizer, state = way(rank, kind, folder)
-    is_zero = way is by_zero_3
+    model, optimizer, state = globals()[way](rank, kind, folder)
+    is_zero = way == "by_zero_3"
     assert all(hasattr(p, "ds_tensor") if is_zero else type(p).__name__ == "DTensor" for p in model.parameters())
-    if way is not by_accelerate and rank == 0:
+    if way != "by_accelerate" and rank == 0:
         projections = [value.std().item() for name, value in state.items() if name.endswith(PROJECTIONS)]
         assert len(projections) == 6 and all(0.018 < std < 0.022 for std in projections)
     backward = optimizer.backward if is_zero else torch.Tensor.backward
@@ -192,10 +193,10 @@ def train(rank, way, kind, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "way, package", [(by_fully_shard, "torch"), (by_accelerate, "accelerate"), (by_zero_3, "deepspeed")]
+    "way, package", [("by_fully_shard", "torch"), ("by_accelerate", "accelerate"), ("by_zero_3", "deepspeed")]
 )
 def test_six_steps_equal_hooks_on_an_unsharded_stock_model(way, package, kind, tmp_path):
     pytest.importorskip(package)
     if kind == "litgpt":
         litgpt()
-    torch.multiprocessing.spawn(train, (way, kind, str(tmp_path)), nprocs=2)
+    forked.run_ranks(__file__, "train", way, kind, str(tmp_path))

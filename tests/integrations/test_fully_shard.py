@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from support import forked
 from support.hooked import hooked
 from support.other_models import own
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -76,7 +77,7 @@ def train(rank, kind, folder):
 def test_two_ranks_train_as_hooks_in_one_process_do(kind, tmp_path):
     if kind == "transformers":
         transformers = pytest.importorskip("transformers")
-    torch.multiprocessing.spawn(train, (kind, str(tmp_path)), nprocs=2)
+    forked.run_ranks(__file__, "train", kind, str(tmp_path))
     if kind == "transformers":
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert loaded.model.layers[2].input_layernorm.lns_scale == 3**-0.7

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 
 IMPORTS = """
 torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor torch.distributions torch._dynamo
@@ -52,6 +53,23 @@ def run(code, *arguments, path=None, cwd=None, first="", start=(), **changes):
     print(json.dumps(requested), file=server.stdin, flush=True)
     returncode, stdout, stderr = json.loads(server.stdout.readline())
     return subprocess.CompletedProcess(requested["argv"], returncode, stdout, stderr)
+
+
+def run_ranks(file, function, *arguments, ranks=2):
+    """Run a function of a test file, such as ``train(rank, *arguments)``, in each of several forks of one fork.
+
+    The fork imports the test file and what that needs. A rank would otherwise import it in an interpreter of its own.
+
+    :param file: the ``__file__`` of the test. :param arguments: values with a ``repr``.
+    """
+    file, start_method = Path(file), "fork" if sys.platform.startswith("linux") else "spawn"
+    code = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1]), str(file.parent)]}\n"
+        f"import torch, {file.stem} as module\n"
+        f"torch.multiprocessing.start_processes(module.{function}, {arguments!r}, {ranks}, start_method={start_method!r})"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def _child(requested):
