@@ -37,9 +37,9 @@ PYTHON ?= $(shell for p in $(PYTHONS); do \
 
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
-# Most of the 20,000 installed files are never imported, so compiling them at installation is wasted. Python compiles a file at
-# its first import. If PYTHONDONTWRITEBYTECODE is set, every process of the tests compiles torch and OLMo again
-# (docs/decisions.md).
+# pip does not compile the installed files (--no-compile), because most of the 20,000 files are never imported. Python compiles a
+# file when it is first imported, and saves the result. With PYTHONDONTWRITEBYTECODE it would not save the result, and every test
+# process would compile torch and OLMo again (docs/decisions.md).
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 INSTALLER ?= uv
