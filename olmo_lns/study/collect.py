@@ -16,9 +16,13 @@ from olmo_lns.study.planning import arm_problems, compare_arms
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 
 
-def difference_from_saved(run: Run, folder: Path) -> str | None:
-    """Describe the first difference between a run and the config saved in a folder, or return None if they agree."""
-    engine, saved = run.engine, run.engine.saved_settings(folder)
+def difference_from_saved(run: Run, folder: Path, saved: dict[str, Any] | None = None) -> str | None:
+    """Describe the first difference between a run and the config saved in a folder, or return None if they agree.
+
+    :param saved: the settings in the folder. None reads them.
+    """
+    engine = run.engine
+    saved = engine.saved_settings(folder) if saved is None else saved
     if not saved:
         return None
     if problems := arm_problems(run.arm, saved, engine):
@@ -69,9 +73,10 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
                 "report it as missing."
             )
         if curve and curve.losses:
-            if problem := difference_from_saved(run, folder):
+            saved = run.engine.saved_settings(folder)
+            if problem := difference_from_saved(run, folder, saved):
                 raise LNSConfigError(f"{problem} Pass the description and the --out of the same launch.")
-            if saved := run.engine.saved_settings(folder):
+            if saved:
                 settings[run.name] = saved
         rows.append(_row(study, run, curve or Curve(), settings.get(run.name)))
     compare_arms(study.runs, settings)
