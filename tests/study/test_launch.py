@@ -165,7 +165,10 @@ def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, 
 def test_a_launch_stops_before_the_first_run_without_its_data_or_its_held_out_text(tmp_path, monkeypatch, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path / "data"))
-    words = ["launch", "paper", "--out", str(tmp_path / "out"), "--only", "60M-lns", "--run"]
+    (path := tmp_path / "s.yaml").write_text(
+        f"name: s\nconfig: {REPOSITORY}/configs/olmo/{{size}}-{{arm}}.yaml\nsizes: [60M]\narms: [lns]\nseeds: [1]\n"
+    )
+    words = ["launch", str(path), "--out", str(tmp_path / "out"), "--run"]
     for present, missing in (([], "data.paths"), (["a.npy"], "evaluator heldout")):
         for name in present:
             (tmp_path / "data").mkdir()
@@ -177,7 +180,10 @@ def test_a_launch_stops_before_the_first_run_without_its_data_or_its_held_out_te
 
 def test_the_commands_of_a_study_with_local_text_find_their_data(tmp_path, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    assert cli.main(["launch", "tiny", "--out", str(tmp_path), "--only", "0.2M-lns-s1"]) == 0
+    (path := tmp_path / "s.yaml").write_text(
+        f"name: s\nconfig: {REPOSITORY}/configs/study/tiny-base.yaml\ndata: demo\nsizes: [s]\narms: [lns]\nseeds: [1]\n"
+    )
+    assert cli.main(["launch", str(path), "--out", str(tmp_path)]) == 0
     data, *exports, command = capsys.readouterr().out.splitlines()
     assert data == f"# data: {tmp_path}/data" and f"export OLMO_DATA_DIR={tmp_path}/data" in exports
     assert (tmp_path / "data" / "train.npy").stat().st_size and "-m olmo_lns train" in command
