@@ -26,7 +26,7 @@ def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, ca
 
 
 def test_importing_the_package_loads_no_framework():
-    code = "import sys, olmo_lns; olmo_lns.lns_scale(2); print(*{'torch', 'olmo', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
+    code = "import sys, olmo_lns; olmo_lns.lns_factor(2); print(*{'torch', 'olmo', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

@@ -198,7 +198,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
     assert len(found) == sum(hasattr(module, "lns_scale") for module in model.modules())
     assert sites.read_back(model) == sites.read_back(copy.deepcopy(model)) == quarter
     for asked in (LNS, PRE_LN):
-        with pytest.raises(MeasurementError, match="was selected .*: found lns:exponent=0.25 on 8 sub-layers"):
+        with pytest.raises(MeasurementError, match="was selected .*but found lns:exponent=0.25 on 8 sub-layers"):
             sites.require_complete(model, asked, 4)
 
 
