@@ -26,7 +26,8 @@ class Arm:
     :param label: name in tables.
     :param colour, line, marker: matplotlib's names of the style.
     :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
-    :param only_difference: the only difference between the arm and :data:`BASELINE`, or ``""`` if there are several.
+    :param only_difference: what the arm changes with respect to :data:`BASELINE`, if it changes one thing only, such as
+        ``scaled initialization``. It is ``""`` if there are several differences.
     :param init_fn: OLMo's initialization, for an arm that exists in OLMo only.
     """
 

@@ -22,7 +22,7 @@ from olmo_lns.start_up import write_line
 __all__ = ["apply", "fold", "plain_initialization"]
 
 C = TypeVar("C")
-#: A number of blocks with which a scheme is looked at before the blocks of a model are known.
+#: Number of blocks for which the plans of a scheme are checked. The number of the model's blocks is not known yet.
 _SOME_DEPTH = 8
 
 
@@ -37,10 +37,11 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
 
-    Call it after the weights are set, or before they exist: while the model is on the meta device, or partitioned by
-    DeepSpeed ZeRO-3. Call it before ``torch.compile``, DDP, FSDP and activation checkpointing; in a distributed launch
-    in every process, of which the first one runs the model. Parameters and state dict do not change. A second call with
-    the same scheme measures the model again.
+    Call it when the weights have their values, or before the weights exist. The second case is a model on the meta
+    device, or one that DeepSpeed ZeRO-3 has partitioned. Call it before ``torch.compile``, DDP, FSDP and activation
+    checkpointing. In a distributed launch call it in every process. The first process runs the model, and the others
+    receive the names of the norms. Parameters and state dict do not change. A second call with the same scheme measures
+    the model again.
 
     :param model: a model of Megatron Core, OLMo or transformers, or any module with Pre-LN blocks whose norms are
         modules.
@@ -53,10 +54,11 @@ def apply(
     :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if
         every norm that gets a factor has equal gains and biases, the same in all blocks, and the matrices of the
         blocks hold independent random numbers.
-    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
-    :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
-    :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is
-        left unchanged.
+    :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
+    :raises LNSConfigError: if the model is not Pre-LN, has another scheme, is wrapped already, or does not accept the
+        example.
+    :raises MeasurementError: if a block cannot be run again, or does not compute the scheme. In either case the model
+        is left unchanged.
 
     Source: arXiv 2502.05795, section 4, for ``lns``.
 
@@ -146,9 +148,9 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
         experts.
     :param dtype: torch dtype of the changed weights, to which the others are converted afterwards, as by
         ``model.to(dtype)``; None keeps theirs.
-    :raises LNSConfigError: a model without a scheme, of Megatron, without weights here, or whose factors cannot be
-        folded.
-    :raises MeasurementError: the output would change. In every case the model is left unchanged.
+    :raises LNSConfigError: if the model has no scheme, is a model of Megatron, or has no weights in this process, or if
+        its factors cannot be folded.
+    :raises MeasurementError: if the output would change. In every case the model is left unchanged.
 
     Example: ``torch.save(olmo_lns.fold(model, example=ids).state_dict(), "stock.pt")``.
     """
@@ -203,9 +205,9 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
         before the weights exist, on the meta device, finds them and changes nothing.
     :param blocks, example: as in :func:`apply`, for a model.
     :returns: ``target``.
-    :raises LNSConfigError: another object, a config that built a model already or has another initialization, trained
-        weights, or weights that were drawn by another rule. Nothing is changed.
-    :raises UpstreamChangedError: this OLMo or Megatron lacks a function that is needed.
+    :raises LNSConfigError: if ``target`` is something else, if a model was already built from the config, if the config
+        has another initialization, or if the weights are trained or follow another rule. Nothing is changed then.
+    :raises UpstreamChangedError: if this version of OLMo or Megatron lacks a function that is needed.
 
     Example: ``plain_initialization(config)``, then ``OLMo(config)`` or ``GPTModel(config, ...)``;
     ``plain_initialization(model)`` for nanoGPT.

@@ -13,11 +13,14 @@ class Framework:
     """A framework with an integration.
 
     :param module: its top-level module. The integration is the package of the same name in ``olmo_lns.integrations``.
-    :param title: name for people. :param extra: the extra of this package that installs it.
-    :param package: its name on PyPI. :param installed_as: module that is there only if the framework is.
-    :param setting: what selects a scheme, for people.
-    :param option: start of the command-line option that selects a scheme, ``""`` if a launch needs several words.
-    :param models: start of the module of a class that all its models inherit, for models that ``apply`` takes.
+    :param title: its name in messages.
+    :param extra: the extra of this package that installs it.
+    :param package: its name on PyPI.
+    :param installed_as: a module that can be imported only if the framework is installed.
+    :param setting: what a user writes to select a scheme, for messages.
+    :param option: beginning of the command-line option that selects a scheme, or ``""`` if there is no single option.
+    :param models: beginning of the name of the module with the class from which all its models inherit. It is ``""``
+        if :func:`olmo_lns.apply` does not treat these models differently from others.
     """
 
     module: str

@@ -1,14 +1,15 @@
 """Load an integration when its framework is imported, and wrap a framework's functions by name.
 
-At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path`` and one function on
-``sys.path_hooks``. Neither imports anything. The first import of a framework in :mod:`olmo_lns.frameworks` imports this
-module and runs the integration's ``register()``. ``register()`` requests a callback (:func:`on_import`) after each
-execution of a framework module whose functions it wraps. A missing function is an error only if a scheme is selected
-(:func:`require_wrapped`).
+When Python starts, ``olmo_lns_autoload.pth`` adds one small finder to ``sys.meta_path`` and one function to
+``sys.path_hooks``. Neither imports anything. When a framework of :mod:`olmo_lns.frameworks` is first imported, the
+finder imports this module and calls the integration's ``register()``. ``register()`` calls :func:`on_import` for each
+framework module whose functions it wraps. The wrapping happens when that module has been executed. If a function is
+missing, an error is raised only when a scheme is selected (:func:`require_wrapped`).
 
-A finder that was put in front later (typeguard's, jaxtyping's, pytest's) finds the framework first. The import system
-then asks the functions on ``sys.path_hooks`` about the framework's folder. This package's function puts a finder in
-front again, for the submodules.
+Other packages, such as typeguard, jaxtyping and pytest, may later insert a finder before this one. Theirs then finds
+the framework, and this package's finder is not called. But Python also calls the functions on ``sys.path_hooks`` with
+the framework's folder. The function of this package then moves the finder back to the first place, so that it is called
+for the submodules of the framework.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from olmo_lns.frameworks import FRAMEWORKS
 
 log = logging.getLogger("olmo_lns")
 
-#: Framework module -> a module of this package, above the integrations; ``register()`` runs after the framework module.
+#: Framework module -> a module of this package whose ``register()`` is called after the framework module was executed.
+#: These modules are above the integrations, so no integration may import them.
 FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
 #: Attribute of every function that replaces an upstream function.

@@ -54,8 +54,8 @@ _SAMPLED, _PART, _SMALLEST = 16, 512, 32
 _RANDOM = 1.1
 #: The attributes in which :func:`mark` records its findings on modules.
 _MARKS = ("lns_matrices", "lns_norm")
-#: Rule -> a function of the block's number and the number of blocks. It returns the depth factor, by which the rule
-#: divides the standard deviation of a projection.
+#: The rules of initialization that this module recognizes. Each function takes the number of a block and the number of
+#: blocks. The rule divides the standard deviation of a projection by the result.
 _RULES: dict[str, Callable[[int, int], float]] = {
     "plain": lambda number, n_layers: 1.0,
     "sqrt(2L)": lambda number, n_layers: math.sqrt(2.0 * n_layers),

@@ -35,7 +35,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm behind the sub-layer.
     :param exponent: exponent p of the factor l ** -p, l from 1; None means 0.5, the paper's.
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
-    :raises LNSConfigError: a value that is not allowed, or a block type that the scheme does not support.
+    :raises LNSConfigError: if a value is not allowed, or the scheme does not support the type of the block.
 
     Source of ``lns``: arXiv 2502.05795.
 
@@ -89,8 +89,8 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
     :param config: a ``TransformerConfig``, or an object with one in ``model``.
     :param fields: other fields of :class:`BlockConfig`, such as ``exponent=0.25``.
     :returns: ``config``.
-    :raises LNSConfigError: another config, a block config of another class than ``TransformerBlockConfig`` or with a
-        scheme already, or a block type that the scheme does not support.
+    :raises LNSConfigError: if ``config`` is something else, if a block config has another class than
+        ``TransformerBlockConfig`` or has a scheme already, or if the scheme does not support the type of a block.
 
     Example: ``apply(TransformerConfig.llama2_271M(vocab_size=50304), "lns", exponent=0.5)``, then ``config.build()``.
     """

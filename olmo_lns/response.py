@@ -36,8 +36,8 @@ class Response:
     :param gradient: gradient of the input for a random gradient of the output, converted to fp64; None if it was not
         measured.
     :param dtype: dtype in which the norm was run.
-    :param output_dtypes: description of an input that the norm accepts, by its dtype and whether autocast is on -> the
-        dtype of the output.
+    :param output_dtypes: dtype of the output for several inputs. A key describes an input by its dtype and by whether
+        autocast is on. Inputs that the norm does not accept are left out.
     """
 
     output: torch.Tensor
@@ -51,9 +51,11 @@ class Response:
         return ("output",) if self.gradient is None else ("output", "gradient")
 
     def problem(self, before: Response, factor: float) -> str:
-        """Describe the first value that is not ``factor`` times the one in ``before``, or return ``""`` if all are.
+        """Compare this response with the response before the norm was scaled.
 
-        The output dtypes are compared as well, and must be the same.
+        The output and the gradient must be ``factor`` times those of ``before``. The output dtypes must be the same.
+
+        :returns: a description of the first difference, or ``""`` if there is none.
         """
         for case, expected_dtype in before.output_dtypes.items():
             if (actual_dtype := self.output_dtypes.get(case)) != expected_dtype:

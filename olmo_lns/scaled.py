@@ -256,8 +256,8 @@ def scale(
             reason = "the multiplied gain gave another result"
             log.info("%s (%s): %s: %s. The output is multiplied instead.", where, stock.__name__, reason, problem)
     raise MeasurementError(
-        f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward; expected a norm whose "
-        "output can be scaled."
+        f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward, so its output cannot be "
+        "scaled. Expected a norm whose forward computes its output. Use such a norm."
     )
 
 

@@ -37,7 +37,7 @@ def lns(
     :param exponent: exponent p of the factor l ** -p of block l, from 1; None means 0.5, the paper's.
     :param keep_scaled_init: true keeps torchtitan's initializers, which have a depth factor in most models.
     :returns: a config that builds the same norm, marked.
-    :raises LNSConfigError: a value that is not allowed.
+    :raises LNSConfigError: if a value is not allowed.
 
     Source: arXiv 2502.05795.
 

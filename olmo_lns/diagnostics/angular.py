@@ -48,7 +48,7 @@ def angular_distance(
     The result's column ``d<n>`` has d(l, l + n) for block l, None if l + n is above L + 1; ``d1`` is the angle by which
     block l turns the residual stream.
 
-    :raises LNSError: no token, or states that are not finite (the message names the blocks).
+    :raises LNSError: if the batches have no token, or states are not finite. The message names the blocks.
 
     Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """

@@ -107,7 +107,8 @@ def run_model(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, *, logits
     The model receives the mask only if a token is masked.
 
     :param logits: False skips the head where the model allows it, and returns any output.
-    :raises LNSError: no logits, or a masked token for a model of OLMo-core, which accepts no mask.
+    :raises LNSError: if the model returns no logits, or if a token is masked and the model is one of OLMo-core, which
+        accepts no mask.
     """
     target: Any = model
     options: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask}
@@ -140,7 +141,7 @@ def evaluation_batches(
 
     The mode of each module is restored at the end.
 
-    :raises LNSError: no batch, or no token in any batch.
+    :raises LNSError: if there is no batch, or no batch has a token.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -166,7 +167,7 @@ def run_observed(
 ) -> Iterator[tuple[list[BlockCall], torch.Tensor]]:
     """Run the blocks on each batch; yield the call of each block, and the mask of real tokens (batch, sequence).
 
-    :raises LNSError: a block did not run, or the batches have no token.
+    :raises LNSError: if a block did not run, or the batches have no token.
     """
     for ids, mask in evaluation_batches(model, batches, device):
         calls: dict[int, BlockCall] = {}
@@ -182,7 +183,11 @@ def run_observed(
 
 
 def require_first_run(index: int, indices: Container[int]) -> None:
-    """Check that a block runs once. :param indices: 0-based, of the blocks that ran. :raises LNSError: a second run."""
+    """Check that a block runs once.
+
+    :param indices: 0-based numbers of the blocks that ran.
+    :raises LNSError: if the block runs a second time.
+    """
     if index in indices:
         raise LNSError(
             f"Block {index + 1} ran twice in one forward pass. Diagnostics do not support models that repeat a block. "
@@ -191,7 +196,11 @@ def require_first_run(index: int, indices: Container[int]) -> None:
 
 
 def require_all_ran(indices: Container[int], count: int) -> None:
-    """Check that every block ran. :param indices: 0-based, of the blocks that ran. :raises LNSError: the others."""
+    """Check that every block ran.
+
+    :param indices: 0-based numbers of the blocks that ran.
+    :raises LNSError: if a block did not run. The message names all of them.
+    """
     if missing := [str(index + 1) for index in range(count) if index not in indices]:
         raise LNSError(
             f"Block {', '.join(missing)} did not run on these data. Every block must run. Pass data that all blocks "
@@ -200,7 +209,10 @@ def require_all_ran(indices: Container[int], count: int) -> None:
 
 
 def require_finite(losses: torch.Tensor) -> None:
-    """Check the losses of the whole model. :raises LNSError: NaN or infinite losses."""
+    """Check the losses of the whole model.
+
+    :raises LNSError: if a loss is NaN or infinite.
+    """
     if not bool(torch.isfinite(losses).all()):
         raise LNSError(
             "The loss is not finite. Check the checkpoint and the dtype. `olmo-lns analyze variance` names the blocks "
@@ -211,7 +223,7 @@ def require_finite(losses: torch.Tensor) -> None:
 def sequence_losses(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed next-token loss of each sequence in nats, and its number of predicted tokens.
 
-    :raises LNSError: the model predicts masked tokens, as BERT does.
+    :raises LNSError: if the model predicts masked tokens, as BERT does.
     """
     if type(model).__name__.endswith("MaskedLM"):
         raise LNSError(

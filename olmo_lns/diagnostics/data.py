@@ -39,7 +39,7 @@ def read_batches(
     :param length: tokens in a sequence. :param tokenizer: returns the tokenizer; called once, only for text.
     :param max_tokens: number of tokens to read, which can shorten the last sequence; None reads everything.
     :param token_dtype: dtype of raw token files (OLMo's). :param text_field: field of JSON lines and data sets.
-    :raises LNSError: the data does not exist, or has an id outside ``vocabulary``.
+    :raises LNSError: if the data does not exist, or has an id outside ``vocabulary``.
     """
     check_source(source)
     path = Path(source)
@@ -55,7 +55,7 @@ def read_batches(
 def check_source(source: str) -> None:
     """Check ``--data`` before the model is loaded.
 
-    :raises LNSError: a file is missing, or a data set needs the package ``datasets``.
+    :raises LNSError: if a file is missing, or a data set needs the package ``datasets``.
     """
     path = Path(source)
     if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():

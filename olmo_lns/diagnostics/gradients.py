@@ -63,7 +63,7 @@ def block_jacobians(
 
     :param rows: number of coordinates to sample; None: all rows up to width 256, else 128.
     :param seed: seed of the positions and the coordinates.
-    :raises LNSError: no token, or a Jacobian that is not finite (the message names the blocks).
+    :raises LNSError: if the batches have no token, or a Jacobian is not finite. The message names the blocks.
 
     Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).blocks["identity_distance"]``.
     """
@@ -163,8 +163,9 @@ def gradient_norms(
     ``total``, each part, and each parameter by its name in the block. Its details are the mean loss per token in nats
     and the norms of the parameters ``outside`` the blocks. ``tokens`` counts predicted tokens.
 
-    :raises LNSError: no token to predict, a loss that is not finite, or a gradient that is not. In the last case the
-        message names the blocks; the last of them is the origin, because a backward pass goes to the earlier blocks.
+    :raises LNSError: if there is no token to predict, or the loss or a gradient is not finite. In the last case the
+        message names the blocks. The problem begins in the last of them, because a backward pass goes from later to
+        earlier blocks.
 
     Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).blocks["total"]`` has one number per block.
     """

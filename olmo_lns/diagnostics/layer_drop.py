@@ -29,7 +29,7 @@ from olmo_lns.errors import LNSError
 def bypassed(block: nn.Module) -> Iterator[None]:
     """Make ``block`` return its input; the block still runs, to fill its slot of a key-value cache.
 
-    :raises LNSError: the block did not run on this data.
+    :raises LNSError: if the block did not run on this data.
     """
     ran = False
 
@@ -57,7 +57,7 @@ def drop_layers(
     The columns of the result, in nats per token: ``loss`` without the block, its ``increase`` over the detail
     ``baseline_loss``, and ``increase_stderr``, for sequences as paired samples. ``tokens`` counts predicted tokens.
 
-    :raises LNSError: no token, or a loss that is not finite.
+    :raises LNSError: if the batches have no token, or a loss is not finite.
 
     Example: ``drop_layers(model, None, [torch.arange(64)[None]]).blocks["loss"]`` has one number per removed block.
     """

@@ -35,7 +35,7 @@ ROW = re.compile(r"\d+,\d+(,-?(\d+(\.\d*)?(e[+-]?\d+)?|nan|inf)){3},\d+")
 def parse_setting(value: str) -> int:
     """Return the number of steps between two samples in ``"every=100"``.
 
-    :raises LNSConfigError: the key is not ``every``, or the value is not a whole number >= 1.
+    :raises LNSConfigError: if the key is not ``every``, or the value is not a whole number >= 1.
     """
     key, _, every = value.partition("=")
     if key != "every" or not every.isdecimal() or int(every) < 1:
@@ -63,10 +63,12 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Monitor:
-    """Sample the blocks of an ``olmo.train.Trainer`` once in ``every`` steps, from its ``fit()`` on.
+    """Measure the output variance of each block while an ``olmo.train.Trainer`` trains, in every ``every``-th step.
 
-    :raises MeasurementError: the blocks of the model are not numbered by their positions.
-    :raises LNSConfigError: ``path`` exists and is not a file of the monitor.
+    Creating a monitor replaces two methods of the trainer. The monitor writes a row for each block to ``path``.
+
+    :raises MeasurementError: if the blocks of the model are not numbered by their positions.
+    :raises LNSConfigError: if ``path`` exists and is not a file of the monitor.
     """
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
@@ -121,7 +123,7 @@ def start_file(path: Path, step: int) -> None:
 
     A kill or a full disk leaves a row that was cut, or a sample without its last blocks; both are removed.
 
-    :raises LNSConfigError: ``path`` is not a file of the monitor.
+    :raises LNSConfigError: if ``path`` is not a file of the monitor.
     """
     expected = ",".join(COLUMNS)
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else f"{expected}\n"

@@ -31,7 +31,7 @@ class Measurement:
     :param blocks: column -> a number or None for each block, block 1 first.
     :param details: other results, as JSON values.
     :param label: name of the model in figures and tables. :param settings: dtype, device and so on.
-    :raises LNSError: a number is not finite; the message names its column and blocks.
+    :raises LNSError: if a number is not finite. The message names its column and its blocks.
 
     Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is the variance of block 1.
     """
@@ -79,7 +79,10 @@ class Measurement:
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
-        """Read a result file. :raises LNSError: the file is not a complete result."""
+        """Read a result file.
+
+        :raises LNSError: if the file is not a complete result.
+        """
         try:
             result = cls(**json.loads(path.read_text(encoding="utf-8")))
             result.frame()
@@ -93,8 +96,8 @@ class Measurement:
 def check_writable(path: Path, *suffixes: str) -> None:
     """Check that a result can be written to ``path``, and create its folder.
 
-    :raises LNSError: the suffix is wrong, ``path`` is a folder, or its folder is not writable.
-    :raises OSError: the parent folder cannot be created.
+    :raises LNSError: if the suffix is wrong, ``path`` is a folder, or its folder is not writable.
+    :raises OSError: if the parent folder cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix not in suffixes or path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -109,7 +112,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
 
     If two results have the same label, the paths of the files become the labels.
 
-    :raises LNSError: the results are of different diagnostics.
+    :raises LNSError: if the results are of different diagnostics.
     """
     results = [Measurement.read(path) for path in paths]
     diagnostics = sorted({result.what for result in results})

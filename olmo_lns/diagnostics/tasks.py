@@ -36,7 +36,8 @@ def score_tasks(
     :param lm: model of lm-eval, for example from :func:`harness_model`. :param blocks: blocks of the model, in order.
     :param include_path: folder with the user's task files. :param limit: examples per task, None for all.
     :returns: scores by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
-    :raises LNSError: a task is unknown or reports no number. :raises OSError: the data of a task cannot be loaded.
+    :raises LNSError: if a task is unknown, or reports no number.
+    :raises OSError: if the data of a task cannot be loaded.
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
     """
@@ -98,7 +99,7 @@ def with_tasks(result: Measurement, scores: Scores) -> Measurement:
 def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
     """Wrap an opened model for lm-eval.
 
-    :raises LNSError: the model is not a Hugging Face model, or the tokenizer has no end-of-text token.
+    :raises LNSError: if the model is not a Hugging Face model, or the tokenizer has no end-of-text token.
     """
     from transformers import PreTrainedModel
 

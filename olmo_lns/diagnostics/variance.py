@@ -93,7 +93,8 @@ def block_output_variance(
     :param blocks: the blocks in order; None detects them.
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
     :param device: device of the ids. The model keeps its device, dtype and mode.
-    :raises LNSError: no token, or activations that are not finite; the message names the blocks.
+    :raises LNSError: if the batches have no token, or the outputs of blocks are not finite. The message names the
+        blocks.
 
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """

@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if dtype is not None and output_format == MEGATRON:
         raise LNSConfigError(
-            "--dtype has no effect on Megatron, whose flags choose the dtype of loaded weights. Remove --dtype."
+            "--dtype has no effect with --format megatron, because Megatron's own flags choose the dtype when it loads "
+            "weights. Remove --dtype."
         )
     with new_folder(out) as unfinished:
         if output_format == MEGATRON:

@@ -18,28 +18,35 @@ from olmo_lns.norm.dtypes import autocast_dtype, without_autocast
 
 
 class DtypeRule(enum.Enum):
-    """The dtype of a norm's result."""
+    """The rule by which a norm chooses the dtype of its result."""
 
-    #: torch's ``layer_norm``: that of x, and fp32 under autocast on a GPU. RMSNorm: that of x times the parameters.
+    #: The rule of torch's functions. A LayerNorm returns the dtype of x, and fp32 under autocast on a GPU. An RMSNorm
+    #: returns the dtype that torch gives the product of x and the parameters.
     TORCH = "torch"
-    #: That of x, under autocast too (OLMo-core, torchtitan, ``nn.RMSNorm``).
+    #: The result has the dtype of x, also under autocast (OLMo-core, torchtitan, ``nn.RMSNorm``).
     INPUT = "input"
-    #: x is cast to autocast's dtype, or to that of the weight, and the result has it (Transformer Engine).
+    #: The norm casts x to the dtype of autocast, or without autocast to that of the weight. The result has this dtype
+    #: (Transformer Engine).
     WEIGHT = "weight"
-    #: Under autocast, x and the parameters are cast to its dtype, and the result has it (OLMo's low precision).
+    #: Under autocast the norm casts x and the parameters to the dtype of autocast. The result has this dtype (OLMo's
+    #: low precision).
     AUTOCAST = "autocast"
 
 
 @dataclass(frozen=True)
 class NormArithmetic:
-    """A norm over the last dimension with the attributes ``weight`` and ``bias``, which may be missing or None.
+    """How a framework's norm over the last dimension computes its result.
 
-    The gain is ``weight + 1`` if the module has a true ``zero_centered_gamma``.
+    The parameters of the norm are its attributes ``weight`` and ``bias``. Each of them may be missing or None. If the
+    attribute ``zero_centered_gamma`` is true, the gain is ``weight + 1``.
 
-    :param subtracts_mean: LayerNorm; else RMSNorm. :param dtypes: the dtype of the result.
-    :param eps: name of the attribute with eps; None as its value means that of x's dtype, as in ``nn.RMSNorm``.
-    :param multiplied: types of tensors for which the output of the framework's own forward is multiplied (DTensor).
-    :param returns_input: the result is the pair of y and x.
+    :param subtracts_mean: true for a LayerNorm, false for an RMSNorm.
+    :param dtypes: the rule for the dtype of the result.
+    :param eps: name of the attribute that has eps. If the attribute is None, the norm uses the machine epsilon of x's
+        dtype, as ``nn.RMSNorm`` does.
+    :param multiplied: types of tensors, such as DTensor. For these the framework's own forward runs, and its output is
+        multiplied by the factor.
+    :param returns_input: true if the norm returns the pair of its result and x.
 
     Example: ``NormArithmetic(eps="variance_epsilon")`` is Llama's RMSNorm in transformers.
     """
@@ -55,7 +62,7 @@ def scaled_norm(module: Any, x: torch.Tensor, arithmetic: NormArithmetic, scale:
     """Return ``scale`` times the norm ``module`` of ``x``, with the factor in gain and bias.
 
     :param x: (..., width). :returns: shape of x, in the dtype of ``arithmetic.dtypes``; with x if ``returns_input``.
-    :raises AttributeError: the module has no attribute with eps.
+    :raises AttributeError: if the module has no attribute with eps.
     """
     given, rule = x, arithmetic.dtypes
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

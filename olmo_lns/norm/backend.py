@@ -21,10 +21,13 @@ NAMES = ("auto", "te", "torch")
 
 @dataclass(frozen=True)
 class Backend:
-    """The chosen implementation: ``name`` (``te``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
+    """The implementation that was chosen for the norms, and why.
 
-    Plain data, which can be pickled, copied and compared. Each backend takes every tensor: ``te`` uses PyTorch for
-    tensors without a TE kernel, and ``torch-fused`` names PyTorch's norms on a CUDA device.
+    It is plain data, so it can be pickled, copied and compared. Every backend accepts every tensor.
+
+    :param name: ``te`` for Transformer Engine, which falls back to PyTorch for tensors that it has no kernel for;
+        ``torch-fused`` for PyTorch's norms on a CUDA device; ``torch`` for PyTorch's norms elsewhere.
+    :param reason: why this implementation was chosen, for the start-up line.
     """
 
     name: str
@@ -52,8 +55,8 @@ def rms_norm(
         once, when it is built, and passes the object.
     :returns: shape of ``x``, dtype of ``x * weight + bias`` as in OLMo's and Llama's RMSNorm, under autocast too.
         Statistics are fp32 (fp64 for fp64).
-    :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
-    :raises BackendUnavailableError: ``te`` was selected and cannot run here.
+    :raises LNSConfigError: if a parameter's shape is not (width,), or the backend's name is unknown.
+    :raises BackendUnavailableError: if ``te`` was selected and cannot run here.
 
     Example: ``rms_norm(x, weight, 1e-6, lns_factor(7))`` is the norm of block 7.
     """
@@ -98,8 +101,8 @@ def choose_backend(name: str | None = None) -> Backend:
     :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` selects
         Transformer Engine if it can be imported and the device is CUDA with compute capability 8.0 or more, else
         PyTorch's norms: a fused RMSNorm on CUDA with torch 2.9 or newer.
-    :raises LNSConfigError: ``name`` is unknown.
-    :raises BackendUnavailableError: ``te`` was selected and cannot run; the message has the reason.
+    :raises LNSConfigError: if ``name`` is unknown.
+    :raises BackendUnavailableError: if ``te`` was selected and cannot run. The message has the reason.
 
     Example: ``choose_backend("torch").reason`` is the reason for ``torch`` or ``torch-fused``.
     """

@@ -79,8 +79,8 @@ def scaled_gain(
 def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     """Refuse shapes that broadcasting would accept silently.
 
-    :raises LNSConfigError: ``x`` has no last dimension or is not floating point, or a parameter does
-        not have one number for each channel.
+    :raises LNSConfigError: if ``x`` has no last dimension or is not floating point, or a parameter does not have one
+        number for each channel.
     """
     shape = x.shape[-1:]
     if not shape or not x.is_floating_point():

@@ -1,4 +1,7 @@
-"""Load, count, check and price the runs of a study, or config files, without running anything."""
+"""Plan a study, or the run of a config file, without training.
+
+A plan loads the configs, counts the parameters, checks the settings and estimates the cost.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ log = logging.getLogger("olmo_lns")
 
 #: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
 GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
-#: Used share of the peak, and time factor for evaluation and checkpoints.
+#: Assumed share of a GPU's peak that training reaches, and factor on the time for evaluation and checkpoints.
 UTILIZATION, MARGIN = 0.4, 1.25
 
 
@@ -38,13 +41,15 @@ def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list
 
 
 def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Check that each run is its arm, and that runs of one size and seed differ only in the settings of their arms.
+    """Check that runs can be compared.
 
-    An engine lists the settings that change the loss. A difference in a setting that it does not list is logged as a
-    warning.
+    Each run must have the settings of its arm. Runs of one size and seed may differ only in the settings of their arms.
+    An engine has a list of settings that change the loss, and a list of settings that do not. If two runs differ in a
+    setting of neither list, a warning is logged.
 
     :param settings: name of a run -> its flat settings, for the runs to check. None checks the configs of all runs.
-    :raises LNSConfigError: if a run is not its arm, or two runs differ. The message has the key and both values.
+    :raises LNSConfigError: if a run does not have the settings of its arm, or two runs differ. The message has the
+        key and both values.
     """
     unknown: dict[str, str] = {}
     references: dict[tuple[str, int], Run] = {}

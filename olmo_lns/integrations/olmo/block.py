@@ -36,10 +36,11 @@ _CONSTANTS = ("input_scale", "norm_scale", "output_scale", "stream_scale", "alph
 
 
 class LearnedFactor(PicklableSubclass):
-    """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, in the residual addition.
+    """A learned factor in the residual addition: a vector (d_model,) or one number (1,), in fp32.
 
-    A norm by class, because OLMo's optimizer groups accept norms and refuse a bare parameter. It has one dimension,
-    because FSDP refuses a parameter without one.
+    It is a mixin, and a subclass of it and of ``LayerNormBase`` is built. OLMo puts the parameters of norms into an
+    optimizer group, and refuses parameters of other modules. One number has the shape (1,), because FSDP refuses
+    parameters without a dimension.
     """
 
     def __init__(self: Any, config: Any, learned: Learned) -> None:
@@ -137,7 +138,7 @@ _ROLES = {
 def apply_init_factors(block: Any) -> None:
     """Multiply the weights of ``block`` by the ``init_factors`` of its plans. Call it once after each draw.
 
-    :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
+    :raises LNSConfigError: if the rows of ``v`` cannot be found in this process's shard.
     """
     for sub_layer, plan in getattr(block, "lns_plans", {}).items():
         for role, factor in plan.init_factors:
@@ -152,12 +153,13 @@ def apply_init_factors(block: Any) -> None:
 
 
 def _rows_of_v(block: Any) -> torch.Tensor:
-    """Return the rows of v, the last ones of ``att_proj``. In a shard of FSDP they are some of its elements.
+    """Return the part of ``att_proj`` that computes v. These are its last rows.
 
-    From the meta device OLMo draws after FSDP has sharded each parameter into 1-D pieces, in the order of the ranks.
-    Under hybrid sharding each group of consecutive ranks has the whole parameter.
+    If the model was built on the meta device, OLMo draws the weights after FSDP has sharded them. The weight in this
+    process is then a 1-D piece, and the result is the part of the piece that belongs to these rows. The pieces are in
+    the order of the ranks. Under hybrid sharding each group of consecutive ranks has the whole parameter.
 
-    :raises LNSConfigError: the pieces of all ranks do not make whole parameters.
+    :raises LNSConfigError: if the pieces of all ranks together are not whole parameters.
     """
     weight: torch.Tensor = block.att_proj.weight
     width, rows = block.config.d_model, block.fused_dims[2]
@@ -213,8 +215,8 @@ def check_forward(
 
     :param like: the result for an earlier block of the model. A block that computes the same is not probed again.
     :returns: what the probe found, or None under a scheme that replaces OLMo's forward.
-    :raises LNSConfigError: the block is not Pre-LN in its two norms.
-    :raises MeasurementError: the block cannot be run, or OLMo's forward computes something else than this package's.
+    :raises LNSConfigError: if the block does not read its stream through its two norms.
+    :raises MeasurementError: if the block cannot be run, or OLMo's forward computes something else than this package's.
     """
     narrow_block = _narrow(block)
     x = torch.randn(1, 4, narrow_block.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -287,7 +289,7 @@ def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
 
     :param layer_number: 1-based, global.
     :returns: what was measured of its norms, which is nothing for a block whose forward was replaced.
-    :raises MeasurementError: a norm cannot be scaled.
+    :raises MeasurementError: if a norm cannot be scaled.
     """
     from olmo.model import LayerNormBase
 

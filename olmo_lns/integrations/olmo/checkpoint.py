@@ -15,10 +15,11 @@ log = logging.getLogger("olmo_lns")
 
 
 def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the two functions through which a Trainer loads, and compare before a single weight is loaded.
+    """Wrap a function with which a Trainer loads a checkpoint: compare the schemes before weights are loaded.
 
-    They raise a ``CheckpointMismatchError`` for another scheme, parameter or base norm, and for a folder that says
-    nothing where a scheme runs; not with ``OLMO_LNS_ALLOW_MISMATCH=1``.
+    The wrapped function raises a ``CheckpointMismatchError`` if the checkpoint has another scheme, another parameter of
+    the scheme or another base norm. It also raises one if the model has a scheme and the folder has no config. With
+    ``OLMO_LNS_ALLOW_MISMATCH=1`` it logs a warning instead.
     """
 
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:

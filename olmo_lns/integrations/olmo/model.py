@@ -56,7 +56,7 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
     """Attach the requested scheme to a model that OLMo has just built.
 
     :param weights_drawn: true if OLMo has drawn the weights. :returns: the measured parts.
-    :raises UpstreamChangedError: blocks that lack an expected part.
+    :raises UpstreamChangedError: if a block lacks an expected part.
     """
     measured: list[str] = []
     numbered = blocks_of(model)
@@ -89,7 +89,7 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) 
 def blocks_of(model: Any) -> list[Any]:
     """Return the blocks of an OLMo model in order, also of a model with block groups.
 
-    :raises MeasurementError: blocks that are not numbered by their positions.
+    :raises MeasurementError: if the blocks are not numbered by their positions.
     """
     from olmo.model import OLMoBlock
 
@@ -192,7 +192,8 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     """Measure the standard deviation of the residual output projections, which have just been drawn.
 
     :returns: true if a weight was measured.
-    :raises MeasurementError: another standard deviation; raised on every rank if the weights are shards.
+    :raises MeasurementError: if weights have another standard deviation than requested. It is raised on every rank if
+        the weights are shards.
     """
     measured, problem, numbered = False, "", blocks_of(model)
     try:

@@ -45,7 +45,7 @@ def has_scheme(layer_norm_type: Any) -> bool:
 def scheme_of_type(layer_norm_type: Any) -> Scheme:
     """Return the scheme that a type names, Pre-LN for a stock type.
 
-    :raises LNSConfigError: a parameter that the scheme does not have, or a value that it does not allow.
+    :raises LNSConfigError: if the scheme does not have a parameter, or does not allow its value.
     """
     scheme, _, arguments = _split(layer_norm_type)
     return parse(f"{scheme}:{arguments}" if arguments else scheme) if scheme else PRE_LN
@@ -66,7 +66,7 @@ def type_name(scheme: Scheme, base: str) -> str:
 def requested(config: Any) -> tuple[Scheme, str]:
     """Return the scheme and the initialization of an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION``.
 
-    :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
+    :raises LNSConfigError: if a value is not allowed, or two values contradict each other.
     """
     scheme = scheme_of_type(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
@@ -164,8 +164,9 @@ def _add_member(enum_class: Any, name: str) -> Any:
 def require_supported(config: Any) -> None:
     """Check that OLMo's blocks can compute the scheme of an OLMo ``ModelConfig``.
 
-    :raises OLMoConfigurationError: ``norm_after``, or a plan of the scheme without a form in this integration.
-    :raises UpstreamChangedError: this OLMo lacks a function that a scheme needs.
+    :raises OLMoConfigurationError: if the config has ``norm_after``, or the scheme has a plan that this integration
+        cannot build.
+    :raises UpstreamChangedError: if this version of OLMo lacks a function that a scheme needs.
     """
     from olmo.exceptions import OLMoConfigurationError
 
@@ -211,7 +212,8 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 def _check_override(override: str) -> None:
     """Check an override of the norm type, for which OLMo's own error would list every name.
 
-    :raises OLMoConfigurationError: no value, as after a blank in place of ``=``, or an unknown name.
+    :raises OLMoConfigurationError: if the option has no value, for example because of a blank instead of ``=``, or an
+        unknown one.
     """
     from olmo.config import LayerNormType
     from olmo.exceptions import OLMoConfigurationError
@@ -229,9 +231,12 @@ def _check_override(override: str) -> None:
 
 
 def _resolve(model: Any, path: Any, name: str) -> None:
-    """Spell out the type of a loaded config. A bare scheme keeps the base norm that the file names under ``name``.
+    """Complete the norm type of a loaded config, so that it names the scheme and the base norm.
 
-    A file that names none has OLMo's default, and a bare scheme in the file itself is over RMSNorm.
+    A command line may give only a scheme, such as ``lns``. The base norm is then the one that the config file has, or
+    OLMo's default if the file has none. If the file itself gives only a scheme, the base norm is RMSNorm.
+
+    :param name: key of the norm type in the file.
     """
     from olmo.config import LayerNormType, ModelConfig
     from omegaconf import OmegaConf

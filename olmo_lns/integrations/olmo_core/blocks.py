@@ -120,9 +120,10 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
 
 
 def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> str:
-    """Probe a narrow block with the structure of the config.
+    """Probe a narrow block that has the structure of the config.
 
-    This is done for each block, since OLMo-core passes its number to the block, whose structure may depend on it.
+    This happens for each block, because OLMo-core passes the block's number to its constructor, and the structure of
+    the block may depend on this number.
 
     :returns: why the block could not run on this machine, or ``""`` if it was probed.
     """

@@ -54,9 +54,9 @@ def apply(
     :param blocks, norms, example, trained: as in :func:`olmo_lns.apply`.
     :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
     :param locate: finds the norms; default :func:`olmo_lns.integrations.any_model.locate`, in each process by itself.
-    :raises LNSConfigError: the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
-    :raises CheckpointMismatchError: the weights were trained without a factor, and ``trained`` is None.
-    :raises MeasurementError: a block cannot be run again. In every case the model is left unchanged.
+    :raises LNSConfigError: if the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
+    :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
+    :raises MeasurementError: if a block cannot be run again. In every case the model is left unchanged.
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
@@ -113,8 +113,8 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
 
     :param dtype: torch dtype of the changed weights; None keeps theirs.
     :param example: as in :func:`olmo_lns.apply`; the default depends on the family.
-    :raises LNSConfigError: a model without a scheme, weights that two sub-layers share, an adapter on a projection that
-        gets a factor, or factors that cannot be folded. The model is then left unchanged.
+    :raises LNSConfigError: if the model has no scheme, if two sub-layers share a weight, if a projection that gets a
+        factor has an adapter, or if the factors cannot be folded. The model is left unchanged then.
 
     Example: ``fold(model).save_pretrained("folded")``.
     """

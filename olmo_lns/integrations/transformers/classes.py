@@ -216,7 +216,7 @@ def scheme_in(values: dict[str, Any]) -> Scheme:
 def require_scheme_class(model: Any) -> None:
     """Refuse a built stock model with the config of a scheme, unless it has an Auto class's model in it.
 
-    :raises CheckpointMismatchError: the model is Pre-LN.
+    :raises CheckpointMismatchError: if the model is Pre-LN.
     """
     is_part = _building.get() or any(isinstance(module, SchemeModel) for module in model.modules())
     if isinstance(model.config, SchemeConfig) and not is_part:
@@ -226,8 +226,8 @@ def require_scheme_class(model: Any) -> None:
 def require_unchanged(model: Any) -> None:
     """Check that a model still follows its scheme, before it is saved or folded.
 
-    :raises MeasurementError: norms or blocks changed after the scheme was applied.
-    :raises LNSConfigError: PEFT has wrapped its norms.
+    :raises MeasurementError: if norms or blocks changed after the scheme was applied.
+    :raises LNSConfigError: if PEFT has wrapped its norms.
     """
     any_model.refuse_adapted(model, [name for name, _, _ in sites.in_model(model)])
     n_layers = max((site.n_layers for _, _, site in sites.in_model(model)), default=1)

@@ -33,7 +33,7 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
     If its weights are absent or sharded, the norms that its config names are measured alone.
 
     :param initialization: as in :func:`locate_and_scale`.
-    :raises LNSConfigError: the model cannot run, and its config does not name the norms.
+    :raises LNSConfigError: if the model cannot run, and its config does not name the norms.
     """
     names = getattr(model.config, "lns_norms", None)
     weights = list(model.parameters())
@@ -101,8 +101,8 @@ def locate_and_scale(
     :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: the norms, as in :func:`names_by_path`.
-    :raises LNSConfigError: a scheme does not support the model.
-    :raises MeasurementError: the model does not follow the scheme. It is left unchanged.
+    :raises LNSConfigError: if a scheme does not support the model.
+    :raises MeasurementError: if the model does not follow the scheme. It is left unchanged.
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
@@ -197,7 +197,7 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
     Weights that the family's own initialization does not scale are left as they are.
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
-    :raises MeasurementError: a family that is known to have the factor draws by another rule.
+    :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.
     """
     matrices = drawing.matrices_of(located.blocks_of(model))
     if drawing.trained_part(located.norms_of(model), matrices):  # such as weights that load_state_dict filled

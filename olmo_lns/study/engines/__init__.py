@@ -16,7 +16,8 @@ __all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "overrid
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
-#: OLMo-core precedes OLMo, because OLMo-core's files also have the ``identifying_key`` of OLMo.
+#: Name -> engine. A config file belongs to the first engine whose ``identifying_key`` it has. OLMo-core's files also
+#: have OLMo's key, so OLMo-core comes first.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 
