@@ -1,0 +1,42 @@
+"""Write the start-up line for any model."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from torch import nn
+
+from olmo_lns import shadow, start_up
+from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.processes import is_first_process
+
+
+def report(model: nn.Module, located: Located, measured: Sequence[str], initialization: str = "") -> None:
+    """Write the start-up line in the first process.
+
+    :param measured: what was measured, from :func:`attach`.
+    :param initialization: what the line says about the initialization.
+    """
+    if not is_first_process():
+        return
+    norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
+    if initialization and not any(map(shadow.has_no_values, model.parameters())):
+        measured = [*measured, "initialization"]
+    kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for module in norms)
+    line = start_up.start_up_line(
+        norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization
+    )
+    if located.sites_from != "probe":
+        line += f"; sites from {located.sites_from}, not measured"
+    if located.cancelled:
+        line += f"; a later norm cancels the factor of {', '.join(located.cancelled)}"
+    if located.partly_cancelled:
+        line += f"; a later norm cancels the factor of {', '.join(located.partly_cancelled)} in a part of its branch"
+    for name, module in model.named_modules():
+        is_inner = name and "transformers.modeling_utils" in [base.__module__ for base in type(module).__mro__]
+        if is_inner and all(norm.startswith(f"{name}.") for names in located.norms for norm in names):
+            line += f"; the config of {name} does not record it: apply to {name} itself if it is saved by itself"
+            break
+    if located.left:
+        line += f"; left as it is, since the example does not run it: {', '.join(located.left)}"
+    start_up.write_line(line)

@@ -1,0 +1,111 @@
+"""Scale the norms that were found, and measure each of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from torch import nn
+
+from olmo_lns import initialization, records, shadow, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf
+from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.integrations.any_model.refusals import refuse_foreign_attributes
+from olmo_lns.response import measure_response
+from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
+from olmo_lns.schemes import SUB_LAYERS, Scheme
+
+
+def attach(
+    model: nn.Module,
+    located: Located,
+    scheme: Scheme,
+    arithmetic_of: ArithmeticOf = lambda norm: None,
+    *,
+    trained: bool | None = None,
+) -> list[str]:
+    """Scale the norms of a model. If they have the scheme already, measure them again.
+
+    :param located: the norms, from :func:`locate`.
+    :param arithmetic_of: a function that returns the arithmetic of a norm, or None if it is unknown.
+    :param trained: as in :func:`olmo_lns.apply`.
+    :returns: what was measured, for the start-up line.
+    :raises CheckpointMismatchError: if the weights were trained without a factor.
+    :raises LNSConfigError: if the scheme does more than multiply norms, or the norms have another scheme.
+    :raises MeasurementError: if the output of a norm is not its factor times the output before. The model is left
+        unchanged.
+    """
+    refuse_foreign_attributes(model, located)
+    n_layers, current = len(located.norms), sites.read_back(model)
+    if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
+        raise LNSConfigError(
+            f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
+        )
+    if not current.is_pre_ln and current != scheme:
+        raise LNSConfigError(
+            f"{type(model).__name__} has the scheme {current} already, not {scheme}. Build a new model."
+        )
+    scaled_norms = {norm for _, norm, _ in sites.in_model(model)}
+    norms = {name: model.get_submodule(name) for names in located.norms for name in names}
+    is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
+    if not is_attached:
+        matrices = initialization.matrices_of(located.blocks_of(model))
+        part = initialization.trained_part(located.norms_of(model), matrices)
+        source = getattr(model, "name_or_path", "") or type(model).__name__
+        records.require_fresh(part, scheme, source=source, trained=trained)
+    measured: list[tuple[str, ...]] = [("sites",)] if located.sites_from == "probe" else []
+    with shadow.real_default_device(model), sites.stock_on_failure(model):
+        if located.projections:
+            initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
+        for number, (names, shape) in enumerate(zip(located.norms, located.shapes, strict=True), start=1):
+            for name in names:
+                read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
+                norm_sites = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
+                norm, where, width = norms[name], f"block {number}, {name}", (shape or (located.width,))[-1]
+                if is_attached:
+                    if not isinstance(norm, Scaled):
+                        raise MeasurementError(
+                            f"{where}: found a norm without its factor: it replaced a scaled norm. "
+                            "Build a new model and apply the scheme after norms are replaced."
+                        )
+                    if (found := vars(norm).get("lns_sites")) != tuple(norm_sites):
+                        raise MeasurementError(
+                            f"{where}: found the factor of {found[0] if found else 'no block'}. Its block was moved "
+                            "after the scheme was applied. Build a new model and apply the scheme to its final order."
+                        )
+                    measured.append(_measure(norm, width, shape, where))
+                    continue
+                if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
+                    raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
+                sites.mark(norm, *norm_sites)
+                factor, arithmetic = factors.pop(), arithmetic_of(norm)
+                measured.append(scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic))
+                if name in located.hooked:
+                    forbid_fused_kernels(norm)
+        sites.require_complete(nn.ModuleList(norms.values()), scheme, n_layers)
+    return list(dict.fromkeys(itertools.chain(*measured)))
+
+
+def describe_initialization(model: nn.Module, located: Located) -> str:
+    """Return what the start-up line says about the initialization, or ``""`` for trained weights."""
+    if located.projections and any(map(shadow.has_no_values, model.parameters())):
+        return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
+    matrices = initialization.matrices_of(located.blocks_of(model))
+    trained = initialization.trained_part(located.norms_of(model), matrices)
+    return "" if trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
+
+
+def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> tuple[str, ...]:
+    """Measure a norm that was scaled before.
+
+    :returns: what was measured.
+    :raises MeasurementError: if its output is not its factor times the output of the stock norm.
+    """
+    stock = copy.deepcopy(norm)
+    sites.restore(stock)
+    found, expected = (measure_response(each, width, shape) for each in (norm, stock))
+    if problem := found.problem(expected, getattr(norm, "lns_scale", 1.0)):
+        raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
+    return found.measured
