@@ -24,7 +24,7 @@ class Arm:
 
     :param name: name of files and folders. It consists of lower-case letters, digits, ``_`` and ``.``.
     :param label: name in tables.
-    :param colour, line, marker: matplotlib's names of the style.
+    :param color, line, marker: matplotlib's names of the style.
     :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
     :param only_difference: what the arm changes with respect to :data:`BASELINE`, if it changes one thing only, such as
         ``scaled initialization``. It is ``""`` if there are several differences.
@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     label: str
-    colour: str
+    color: str
     line: str
     marker: str
     scheme: Scheme
@@ -42,7 +42,7 @@ class Arm:
     init_fn: str = ""
 
 
-#: Name -> arm. Colours of Okabe and Ito; lines and markers tell the arms apart without colour.
+#: Name -> arm. Colors of Okabe and Ito; lines and markers tell the arms apart without color.
 ARMS: dict[str, Arm] = {}
 
 
@@ -102,8 +102,8 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
     *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsafterresidual")),
 )
-#: Okabe and Ito's colours for the first arms. The hues of the other arms are a golden ratio apart.
-_COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000")
+#: Okabe and Ito's colors for the first arms. The hues of the other arms are a golden ratio apart.
+_COLORS = ("#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000")
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),
     *((line, marker) for marker in "Xhp<>*8d" for line in ("-", "--", "-.", ":")),
@@ -111,13 +111,13 @@ _STYLES = (
 
 
 def _style(index: int) -> tuple[str, str, str]:
-    """Return colour, line and marker of the arm at a position of the table."""
-    if index < len(_COLOURS):
-        colour = _COLOURS[index]
+    """Return color, line and marker of the arm at a position of the table."""
+    if index < len(_COLORS):
+        color = _COLORS[index]
     else:
         rgb = colorsys.hsv_to_rgb(index * 0.618 % 1, 0.75, 0.75)
-        colour = "#" + "".join(f"{round(255 * channel):02X}" for channel in rgb)
-    return (colour, *_STYLES[index % len(_STYLES)])
+        color = "#" + "".join(f"{round(255 * channel):02X}" for channel in rgb)
+    return (color, *_STYLES[index % len(_STYLES)])
 
 
 for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enumerate(_TABLE):

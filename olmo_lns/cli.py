@@ -34,7 +34,7 @@ COMMANDS = {
     "demo": Command("demo:main", "olmo,analysis", "train a small model with and without LNS and compare"),
     "train": Command("train:main", "olmo", "run OLMo's Trainer on a config, from the pip package alone"),
     "config": Command("study.bundled_configs:main", "", "list and copy the configs of the pack"),
-    "data": Command("study.data.commands:main", "study", "make and check tokenised data"),
+    "data": Command("study.data.commands:main", "study", "make and check tokenized data"),
     "megatron-args": Command("study.engines.megatron:main", "megatron", "expand a Megatron YAML config to flags"),
     "study": Command("study.cli:main", "olmo,study", "plan, launch, collect and report a scaling study"),
     "analyze": Command("diagnostics.cli:main", "analysis,olmo", "draw the paper's diagnostics for a model"),

@@ -171,10 +171,10 @@ def draw(results: Sequence[Trained], path: Path) -> None:
         label = f"{arm.label} ({result.run.workload.learning_rate:g})"
         losses = pandas.Series(result.curve.losses).rolling(smoothing).mean().iloc[workload.steps // 5 :]
         blocks = range(1, len(result.variance_after) + 1)
-        style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
+        style: dict[str, Any] = {"color": arm.color, "linestyle": arm.line}
         upper.plot(losses.index, losses, **style)
         lower.plot(blocks, result.variance_after, marker=arm.marker, label=label, **style)
-        lower.plot(blocks, result.variance_before, color=arm.colour, linestyle=":", linewidth=1)
+        lower.plot(blocks, result.variance_before, color=arm.color, linestyle=":", linewidth=1)
     upper.set(xlabel="step", title=f"training loss (nats per byte, mean of {smoothing} steps)")
     block_axis(lower, len(results[0].variance_after))
     lower.set(title="output variance (dotted: before training)", yscale="log")

@@ -1,8 +1,8 @@
 """Fold a scheme: multiply its factors into the weights of a built model, in place.
 
 A norm whose output is multiplied by ``s`` computes the same as the stock norm with gain and bias times ``s``. A
-zero-centred norm stores its gain minus one, g, which becomes ``s * (1 + g) - 1``. A norm without a gain cannot hold the
-factor, so the weights of the linear layers after it are multiplied instead. Each product is computed in fp64 and
+zero-centered norm stores g, its gain minus one, and g becomes ``s * (1 + g) - 1``. If a norm has no gain, the weights
+of the linear layers after it are multiplied instead. Each product is computed in fp64 and
 rounded once, to the dtype of the weight.
 """
 
@@ -32,7 +32,7 @@ def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, sh
     :param data: a tensor of any shape.
     :param factor: the factor, dimensionless. A tensor has one value for each row of ``data``.
     :param dtype: dtype of the result; None keeps the dtype of ``data``.
-    :param shift: 1.0 for a zero-centred gain, otherwise 0.0.
+    :param shift: 1.0 for a zero-centered gain, otherwise 0.0.
 
     Example: ``multiplied(gain, 0.5, torch.bfloat16)``.
     """
@@ -146,7 +146,7 @@ def _folded(
     """Return the new gain and bias of a norm, after a check in fp64 that they have the effect of the factor.
 
     :param shape: shape of an input that the norm received in the model, for norms that do not take rows.
-    :raises MeasurementError: if no new gain, zero-centred or not, has this effect.
+    :raises MeasurementError: if no new gain, zero-centered or not, has this effect.
     """
     factor, parameters = norm.lns_scale, dict(norm.named_parameters())
     if factor == 1.0:
@@ -161,8 +161,8 @@ def _folded(
     for input_shape in ((4, 1, gain.numel()), *([(4, *shape[1:])] if shape else [])):
         x = torch.randn(input_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
         first = next(iter(parameters))
-        for centred in ((), [key for key in parameters if "bias" not in key], [first]):
-            shifts = {key: float(key in centred) for key in parameters}
+        for centered in ((), [key for key in parameters if "bias" not in key], [first]):
+            shifts = {key: float(key in centered) for key in parameters}
             candidate = {
                 key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in parameters.items()
             }
@@ -176,7 +176,7 @@ def _folded(
                 return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
         f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
-        f"its former output.{problem} Expected a norm with a gain, zero-centred or not."
+        f"its former output.{problem} Expected a norm with a gain, zero-centered or not."
     )
 
 

@@ -37,7 +37,7 @@ def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
     :param patterns: ends of names with ``{}`` in place of the block's 0-based number, such as
         ``layers.{}.input_layernorm.weight``.
     :raises ValueError: if a pattern has no match, if a block has no gain, if the numbers have gaps, if a parameter is
-        not a vector, if a gain is zero-centred (1 + g cannot start from s), or if a norm has a factor already.
+        not a vector, if a gain is zero-centered (1 + g cannot start from s), or if a norm has a factor already.
 
     Example: ``block_gains(model, "layers.{}.input_layernorm.weight")["layers.0.input_layernorm.weight"]`` is 1.
     """
@@ -93,7 +93,7 @@ def _check_gain(model: nn.Module, name: str) -> None:
         x = torch.linspace(-4, 4, gain.numel(), **options)[None]
         size = torch.func.functional_call(norm, parameters, (x,)).float().pow(2).mean().sqrt().item()
     if abs(size - 1) > 0.05:
-        reason = "A zero-centred gain, 1 + g, cannot start from s" if abs(size - 2) < 0.1 else "It has a factor already"
+        reason = "A zero-centered gain 1 + g cannot start from s" if abs(size - 2) < 0.1 else "It has a factor already"
         raise ValueError(
             f"{name} of {type(norm).__name__}: a gain of 1 makes an output of size {size:.3g}, but 1 was expected. "
             f"{reason}."

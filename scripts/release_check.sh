@@ -26,13 +26,13 @@ from pathlib import Path
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 pack = {str(Path("olmo_lns") / path) for path in Path("configs").rglob("*.yaml")}
 missing = sorted(pack - set(names)) + [n for n in ("olmo_lns_autoload.pth", "olmo_lns/py.typed") if n not in names]
-licence = [n for n in names if n.endswith("LICENSE")]
+license = [n for n in names if n.endswith("LICENSE")]
 unexpected = [n for n in names if n.split("/")[0] not in ("olmo_lns", "olmo_lns_autoload.pth") and ".dist-info" not in n]
 metadata = email.message_from_bytes(zipfile.ZipFile(sys.argv[1]).read(next(n for n in names if n.endswith("METADATA"))))
 assert not missing, f"the wheel lacks {missing}"
-assert licence and not unexpected, (licence, unexpected)
+assert license and not unexpected, (license, unexpected)
 assert metadata["License-Expression"] == "Apache-2.0" and metadata["Description-Content-Type"] == "text/markdown"
-print(f"wheel {metadata['Name']} {metadata['Version']}: {len(names)} files, {len(pack)} configs, licence, start-up hook")
+print(f"wheel {metadata['Name']} {metadata['Version']}: {len(names)} files, {len(pack)} configs, license, start-up hook")
 PY
 
 install() { # environment, requirements

@@ -17,15 +17,15 @@ X = torch.randn(2, 8, kinds.D, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(1, kinds.D, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Centred(nn.RMSNorm):
+class Centered(nn.RMSNorm):
     """Stores its gain less one, as Gemma's."""
 
     def forward(self, x):
         return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight)
 
 
-def centred(width):
-    norm = Centred(width)
+def centered(width):
+    norm = Centered(width)
     nn.init.zeros_(norm.weight)
     return norm
 
@@ -47,7 +47,7 @@ def pairs(model):
         (lambda: kinds.Chunks(2, 3), X, {}),
         (kinds.Pairs, X, {"norms": pairs}),
         (Model, IDS, {}),
-        (lambda: Model(norm=centred), IDS, {}),
+        (lambda: Model(norm=centered), IDS, {}),
         (lambda: Model(norm=without_gain), IDS, {}),
     ],
 )

@@ -195,7 +195,7 @@ def test_the_groups_work_with_an_optimizer_and_a_scheduler():
     assert gain["lr"] == pytest.approx(2.5e-4)
 
 
-def zero_centred(model):
+def zero_centered(model):
     norm = model.blocks[0].first
     norm.forward = lambda x: (1 + norm.weight) * nn.functional.layer_norm(x, (WIDTH,))
     return model
@@ -210,7 +210,7 @@ def without(model, name):
 @pytest.mark.parametrize(
     "change, patterns, words",
     [
-        (zero_centred, PATTERNS, "size 2, but 1 was expected. A zero-centred gain"),
+        (zero_centered, PATTERNS, "size 2, but 1 was expected. A zero-centered gain"),
         (lambda _: Model(lns=True), PATTERNS, r"blocks.1.first.weight of Norm.*size 0.707.* It has a factor already"),
         (
             lambda model: model,

@@ -24,7 +24,7 @@ class Renamed(nn.Module):
         return torch.rms_norm(x, (8,), self.weight, self.epsilon)
 
 
-class Centred(Renamed):
+class Centered(Renamed):
     """RMSNorm that adds 1 to its gain, which the arithmetic does not say."""
 
     eps = 1e-6
@@ -47,7 +47,7 @@ def replaced():
     ("make", "reason", "logged"),
     [
         (Renamed, "the multiplied gain gave another result", "AttributeError: 'Renamed' object has no attribute 'eps'"),
-        (Centred, "the multiplied gain gave another result", "times the framework's own, expected 0.5 times"),
+        (Centered, "the multiplied gain gave another result", "times the framework's own, expected 0.5 times"),
         (replaced, "the forward is replaced on the norm", ""),
         (lambda: Decorated(8), "the forward of the norm is wrapped", ""),
         (lambda: nn.RMSNorm(8), "", ""),

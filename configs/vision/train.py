@@ -60,7 +60,7 @@ def build(arm: str, shape: dict[str, Any]) -> Any:
 
 
 def train_view(image: Any, size: int, jitter: float) -> Any:
-    """DeiT-III's: random crop, flip, one of gray, solarize and blur, colour jitter."""
+    """DeiT-III's: random crop, flip, one of gray, solarize and blur, color jitter."""
     view = image.resize((size, size), Image.Resampling.BICUBIC, box=_box(*image.size))
     view = ImageOps.mirror(view) if random.random() < 0.5 else view
     blur = ImageFilter.GaussianBlur(random.uniform(0.1, 2.0))
@@ -94,7 +94,7 @@ def held_out_view(image: Any, size: int) -> Any:
     return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
 
 
-def normalised(image: Any) -> torch.Tensor:
+def normalized(image: Any) -> torch.Tensor:
     """(3, height, width), float32."""
     values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
     return ((values / 255 - MEAN) / DEVIATION).permute(2, 0, 1)
@@ -153,7 +153,7 @@ def image_folder(folder: str, size: int, jitter: float) -> tuple[Any, Any, list[
     def with_view(rows: Any, view: Any) -> Any:
         def transform(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
             return {
-                "pixel_values": [normalised(view(i.convert("RGB"))) for i in batch["image"]],
+                "pixel_values": [normalized(view(i.convert("RGB"))) for i in batch["image"]],
                 "labels": batch["label"],
             }
 

@@ -67,7 +67,7 @@ define_scheme(
 define_scheme(Definition("lnsuniform", "one factor for all blocks", "Pre-LN x s", uniform, SOURCE, S))
 define_scheme(Definition("lnsreversed", "LNS with its profile reversed", "LNS, reversed", reversed_profile, SOURCE, E))
 
-for _name, _label, _colour, _line, _marker in (
+for _name, _label, _color, _line, _marker in (
     ("lnsvalue", "LNS, logits unscaled", "#393B79", "-", "8"),
     ("lnsrate", "LNS, started as Pre-LN", "#A55194", "--", "8"),
     ("lnsstart", "Pre-LN, started as LNS", "#5254A3", "-.", "8"),
@@ -75,4 +75,4 @@ for _name, _label, _colour, _line, _marker in (
     ("lnsreversed", "LNS, reversed", "#3182BD", "-", "d"),
 ):
     _scheme = Scheme.of(_name)
-    arms.define_arm(arms.Arm(_name, _label, _colour, _line, _marker, _scheme, "plain", _scheme.definition.title))
+    arms.define_arm(arms.Arm(_name, _label, _color, _line, _marker, _scheme, "plain", _scheme.definition.title))

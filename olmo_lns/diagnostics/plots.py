@@ -73,17 +73,17 @@ def arm_of(result: Measurement) -> Arm | None:
 
 
 def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return the line styles of the models: the colour of the arm, black for no arm of the table.
+    """Return the line styles of the models: the color of the arm, black for no arm of the table.
 
-    A repeated arm keeps its colour and gets the line and marker of another arm.
+    A repeated arm keeps its color and gets the line and marker of another arm.
     """
     table, arms = list(ARMS.values()), [arm_of(result) for result in results]
     line_styles = []
     for number, arm in enumerate(arms):
         position = (table.index(arm) if arm else 0) + arms[:number].count(arm)
         shape = table[position % len(table)]
-        colour = arm.colour if arm else "black"
-        line_styles.append({"color": colour, "linestyle": shape.line, "marker": shape.marker})
+        color = arm.color if arm else "black"
+        line_styles.append({"color": color, "linestyle": shape.line, "marker": shape.marker})
     return line_styles
 
 
@@ -124,19 +124,19 @@ def heat_maps(result: Measurement) -> list[tuple[str, np.ndarray]]:
 
 
 def _draw_maps(figure: Any, maps: Sequence[tuple[str, np.ndarray]], rows: int, *, angles: bool) -> None:
-    """Draw the heat maps with one colour scale: linear for angles, symmetric log for the small entries of J."""
+    """Draw the heat maps with one color scale: linear for angles, symmetric log for the small entries of J."""
     from matplotlib.colors import Normalize, SymLogNorm
 
     axes = figure.subplots(rows, min(MAX_COLUMNS, len(maps)), squeeze=False)
     if angles:
-        scale, colours = Normalize(0, max(np.nanmax(grid) for _, grid in maps)), "cividis"
+        scale, colors = Normalize(0, max(np.nanmax(grid) for _, grid in maps)), "cividis"
     else:
-        scale, colours = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10), "PuOr"
+        scale, colors = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10), "PuOr"
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()
     for axis, (title, grid) in zip(axes.flat, maps, strict=False):
         extent = (0.5, len(grid) + 0.5) * 2
-        image = axis.imshow(grid, norm=scale, cmap=colours, origin="lower" if angles else "upper", extent=extent)
+        image = axis.imshow(grid, norm=scale, cmap=colors, origin="lower" if angles else "upper", extent=extent)
         axis.grid(False)
         if angles:
             block_axis(axis, len(grid))

@@ -112,7 +112,7 @@ class Saved:
 
     @property
     def shift(self) -> float:
-        """The number that must be added to the stored weight of a norm, which is 1 for zero-centred weights."""
+        """The number that must be added to the stored weight of a norm, which is 1 for zero-centered weights."""
         return 1.0 if self.argument("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
     def norm_parameters(self) -> Iterator[tuple[str, int | None, str]]:

@@ -55,7 +55,7 @@ def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, subtracts_me
 def scaled_parameter(
     parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False
 ) -> torch.Tensor:
-    """Return ``scale * parameter`` (zero-centred: ``scale * (parameter + 1)``), computed in fp32, cast to ``dtype``.
+    """Return ``scale * parameter`` (zero-centered: ``scale * (parameter + 1)``), computed in fp32, cast to ``dtype``.
 
     The result is not cached: the optimizer changes ``parameter`` in place.
     """

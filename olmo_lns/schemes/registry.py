@@ -131,7 +131,7 @@ def definition(name: str) -> Definition:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The normalisation of a model's blocks. Two equal schemes build the same model.
+    """The normalization of a model's blocks. Two equal schemes build the same model.
 
     Make a scheme with :meth:`of`, or from a text with :func:`parse`.
 

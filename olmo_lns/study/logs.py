@@ -287,9 +287,9 @@ def _check_gaps(curve: Curve, folder: Path) -> None:
     """Raise an error if steps are missing, because a mean over the remaining steps would be wrong."""
     interval = curve.interval
     distances = [after - before for before, after in pairwise(curve.logged)]
-    neighbours = distances[1:] + distances[-2:-1]  # the next distance, or the one before the last
-    for step, distance, neighbour in zip(curve.logged, distances, neighbours, strict=False):
-        if distance > 2 * max(interval, neighbour):  # a run may be resumed with another log interval
+    neighbors = distances[1:] + distances[-2:-1]  # the next distance, or the one before the last
+    for step, distance, neighbor in zip(curve.logged, distances, neighbors, strict=False):
+        if distance > 2 * max(interval, neighbor):  # a run may be resumed with another log interval
             raise LNSConfigError(
                 f"{folder}: the log has no line between the steps {step} and {step + distance}. Expected one every "
                 f"{interval} steps. Restore the missing log, or remove the folder and train the run again."

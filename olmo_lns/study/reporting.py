@@ -49,7 +49,7 @@ def write(study: Study, results: pd.DataFrame, out: Path) -> list[Path]:
 
 
 def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
-    """Return the report of the :func:`complete` runs. The papers' numbers are labelled."""
+    """Return the report of the :func:`complete` runs. The papers' numbers are labeled."""
     best_runs, parameters = best(runs), {run.size: run.workload.parameters for run in study.runs}
 
     def loss(size: str, arm: str) -> str:
@@ -75,7 +75,7 @@ def markdown(study: Study, runs: pd.DataFrame, image: str | None) -> str:
     if labels := [ARMS[arm].label for arm in study.arms if not ARMS[arm].only_difference]:
         parts.append(f"Arms that change more than one thing: {'; '.join(labels)}.")
     if runs.rate.notna().any():
-        parts.append("Each arm is at its best rate. These losses chose the rate, which favours each arm slightly.")
+        parts.append("Each arm is at its best rate. These losses chose the rate, which favors each arm slightly.")
         losses = runs.groupby(["size", "rate", "arm"]).loss.apply(_format_mean).unstack("arm")
         arms = [arm for arm in study.arms if arm in losses]
         table = losses[arms].fillna("–").sort_index()
@@ -153,10 +153,10 @@ def figure(study: Study, runs: pd.DataFrame, path: Path) -> None:
     for arm in (arm for arm in study.arms if (best_runs.arm == arm).any()):
         by_size, style = best_runs[best_runs.arm == arm].groupby("size", sort=False), ARMS[arm]
         parameters, mean, deviation = by_size.parameters.first(), by_size.loss.mean(), by_size.loss.std().fillna(0)
-        axes.errorbar(parameters, mean, deviation, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
+        axes.errorbar(parameters, mean, deviation, fmt=style.marker, color=style.color, label=style.label, capsize=3)
     for point in [] if study.data in CORPUS_BUILDERS else published()["points"]:
         for style in (ARMS[BASELINE], ARMS[METHOD]):
-            axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")
+            axes.plot(point["parameters"], point[style.name], color=style.color, marker=style.marker, fillstyle="none")
         axes.annotate(f"{point['label']} (hollow)", (point["parameters"], point[BASELINE]), fontsize=7, ha="center")
     axes.set(xscale="log", xlabel="parameters", ylabel="final training loss (nats per token)", title=study.name)
     axes.grid(alpha=0.3)

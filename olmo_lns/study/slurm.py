@@ -23,7 +23,7 @@ TEMPLATE = """#!/bin/bash
 #SBATCH --array=0-{last}
 {options}
 {setup}set -euo pipefail
-{exports}: "${{{data_variable}:?set it to your tokenised data, see docs/data.md}}"
+{exports}: "${{{data_variable}:?set it to your tokenized data, see docs/data.md}}"
 OUT={out}
 RUNS=({runs})
 RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}

@@ -65,7 +65,7 @@ def require_one_stream(
                 "part of it, does not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give "
                 f"the blocks or the norms of one stream: {norms_example(model, trace)}."
             )
-    # Between stages of other widths, as in Swin, the stream may be normalised.
+    # Between stages of other widths, as in Swin, the stream may be normalized.
     between = [
         number
         for number, (before, block, call) in enumerate(zip(blocks, blocks[1:], calls[1:], strict=False), start=1)
@@ -91,7 +91,7 @@ def require_one_stream(
             differences = [float((each[block] - small[block]).norm()) for each in (large, other)]
             if differences[0] < 0.05 * size < differences[1]:
                 raise LNSConfigError(
-                    f"{type(model).__name__}: the stream is normalised between the blocks {number} and {number + 1} in "
+                    f"{type(model).__name__}: the stream is normalized between the blocks {number} and {number + 1} in "
                     f"{source}. LayerNorm Scaling expects a residual stream that grows through all blocks. If you want "
                     f"its factors here, give the norms: {norms_example(model, trace)}."
                 )

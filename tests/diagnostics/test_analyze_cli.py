@@ -72,22 +72,22 @@ def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama
     assert [result.settings["scheme"] for result in found] == ["lns", "lns", "preln"]
 
 
-def test_figures_show_what_was_measured_in_the_colours_of_the_arms(results):
+def test_figures_show_what_was_measured_in_the_colors_of_the_arms(results):
     for what in ("angular", "layer-drop"):
         measured = [Measurement.read(results[what, name]) for name in ("olmo", "llama")]
         axes = plots.draw(measured).axes
         lines = [container.lines[0] for container in axes[-1].containers]
         assert [list(line.get_ydata()) for line in lines] == [result.main for result in measured]
-        assert [line.get_color() for line in lines] == [ARMS["lns"].colour, ARMS["preln"].colour]
+        assert [line.get_color() for line in lines] == [ARMS["lns"].color, ARMS["preln"].color]
         for axis, result in zip([axis for axis in axes if axis.images], measured, strict=False):
             assert axis.images[0].get_array()[2, 0] == result.blocks["d3"][0]
 
 
-def test_a_model_keeps_the_colour_of_its_arm_beside_others_of_the_same_arm_or_of_none():
+def test_a_model_keeps_the_color_of_its_arm_beside_others_of_the_same_arm_or_of_none():
     schemes = ("lns", "preln", "preln", "lns:exponent=0.7")
     measured = [Measurement("variance", 1, {"variance": [1.0]}, settings={"scheme": scheme}) for scheme in schemes]
     styles = plots.styles(measured)
-    lns, preln = ARMS["lns"].colour, ARMS["preln"].colour
+    lns, preln = ARMS["lns"].color, ARMS["preln"].color
     assert [style["color"] for style in styles] == [lns, preln, preln, "black"]
     assert len({tuple(style.values()) for style in styles}) == 4
 

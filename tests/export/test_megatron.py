@@ -61,15 +61,15 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
 @pytest.mark.parametrize(
     ("version", "argument"), [("0.15", "apply_layernorm_1p"), ("0.20", "layernorm_zero_centered_gamma")]
 )
-def test_zero_centred_gains(version, argument, tmp_path):
+def test_zero_centered_gains(version, argument, tmp_path):
     """The file holds gain - 1, under either name of the argument; the fold holds s·gain - 1."""
     config = tiny.config()
-    plain, centred = perturbed(config), perturbed(config)
+    plain, centered = perturbed(config), perturbed(config)
     with torch.no_grad():
-        for name, parameter in centred.named_parameters():
+        for name, parameter in centered.named_parameters():
             if "norm" in name:
                 parameter.sub_(1)
-    root = save(tmp_path / "run", centred, arguments(config, version, **{argument: True}))
+    root = save(tmp_path / "run", centered, arguments(config, version, **{argument: True}))
     expected = run(hooked(plain))
     assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
     loaded = load(tmp_path / "folded", tiny.build(config))

@@ -295,7 +295,7 @@ REFUSED = {
         {"blocks": lambda m: m.layers},
         "similar blocks outside",
     ),
-    "a stream that is normalised between blocks": (kinds.Between, {}, "normalised between the blocks 1 and 2.*norms="),
+    "a stream that is normalized between blocks": (kinds.Between, {}, "normalized between the blocks 1 and 2.*norms="),
     "a third branch that is switched off": (lambda: kinds.Stack(lambda: kinds.Gated(1.0, 0.0)), {}, "n3 runs without"),
     "attention that is switched off": (lambda: kinds.Stack(lambda: kinds.Gated(0.0, 1.0)), {}, "n1 runs without"),
     "a function at the end in training": (lambda: kinds.Stack(kinds.TrainingEnd), {}, "ends in a norm that is a func"),

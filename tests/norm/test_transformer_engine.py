@@ -37,7 +37,7 @@ def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
     assert versions[0] == te.SUPPORTED[0].release and versions[-1] < te.SUPPORTED[1].release
 
 
-#: (dtype of x, dtype of the parameters, affine, autocast, zero-centred). Every pair of two values occurs.
+#: (dtype of x, dtype of the parameters, affine, autocast, zero-centered). Every pair of two values occurs.
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [
     (FP32, FP32, "none", False, False),

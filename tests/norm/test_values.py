@@ -24,7 +24,7 @@ FP64, FP32, BF16, FP16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,
 #: In half units of the last place: one rounding of the result, plus what fp32 arithmetic may add to 24 bits.
 ROUNDINGS = {FP64: 40.0, FP32: 24.0, BF16: 1.01, FP16: 1.05}
 GRADIENT = {FP64: 1e-14, FP32: 2e-6, BF16: 2.5e-3, FP16: 4e-4}
-#: (dtype of x, dtype of the parameters, which parameters, zero-centred): every pair of two values occurs.
+#: (dtype of x, dtype of the parameters, which parameters, zero-centered): every pair of two values occurs.
 CASES = [
     *((FP64, FP64, "weight+bias", True), (FP64, FP32, "weight", False), (FP64, FP16, "none", True)),
     *((FP64, BF16, "weight", True), (FP32, FP32, "none", False), (FP32, FP64, "weight", False)),

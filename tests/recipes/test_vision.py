@@ -21,22 +21,22 @@ from support.vision_language_models import LANGUAGE_LAYERS, VISION_LAYERS, llava
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "vision"
 SHAPE = dict(image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, mlp_ratio=2, num_labels=10)  # fmt: skip
-COLOURS = {"blue": (40, 60, 200), "green": (40, 190, 60), "red": (200, 50, 40)}
+COLORS = {"blue": (40, 60, 200), "green": (40, 190, 60), "red": (200, 50, 40)}
 spec = importlib.util.spec_from_file_location("vision_recipe", FOLDER / "train.py")
 recipe = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(recipe)
 
 
 def pictures(folder):
-    """Save images of several sizes, with noise around one colour for each class."""
+    """Save images of several sizes, with noise around one color for each class."""
     rng = torch.Generator().manual_seed(0)
     for split, count in (("train", 24), ("val", 8)):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             place = folder / split / name
             place.mkdir(parents=True)
             for number in range(count):
                 noise = torch.randn(20 + number % 3, 24, 3, generator=rng) * 30
-                values = (torch.tensor(colour) + noise).clamp(0, 255).to(torch.uint8)
+                values = (torch.tensor(color) + noise).clamp(0, 255).to(torch.uint8)
                 Image.fromarray(values.numpy()).save(place / f"{number}.png")
     return folder
 

@@ -43,7 +43,7 @@ def test_every_scheme_is_an_arm_with_plain_initialization_and_a_style_of_its_own
     assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
     arms = [arm_named(name) for name in schemes.names()]
     assert [arm.scheme.name for arm in arms] == [*schemes.names()] and {arm.initialization for arm in arms} == {"plain"}
-    assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
+    assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.color for a in ARMS.values()}) == len(ARMS)
 
 
 def test_settings_that_contradict_the_arm_are_named():

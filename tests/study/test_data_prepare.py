@@ -146,7 +146,7 @@ def test_ids_above_65535_have_the_wider_dtype(source):
 
 
 def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
-    """OLMo computes labels, losses and their average; the average times the factor is the mean over labelled tokens."""
+    """OLMo computes labels, losses and their average; the average times the factor is the mean over labeled tokens."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data.memmap_dataset import MemMapDataset

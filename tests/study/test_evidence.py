@@ -107,7 +107,7 @@ def test_the_experiments_load_by_an_entry_point(tmp_path):
     code = """
 from olmo_lns.schemes import Scheme
 from olmo_lns.arms import ARMS, arm_named
-assert arm_named("lnsvalue").colour == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
+assert arm_named("lnsvalue").color == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
 assert Scheme.of("lnsvalue").plan(4, 16, "attn").output_scale == value.norm_scale == rate.norm_scale == 0.5

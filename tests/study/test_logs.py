@@ -106,7 +106,7 @@ LABELS = {
 }
 
 
-def labelled(text, label, rank):
+def labeled(text, label, rank):
     return "".join(f"{label.format(rank=rank)}{line}" for line in text.splitlines(keepends=True))
 
 
@@ -125,7 +125,7 @@ def test_a_log_with_labels_is_read_also_between_the_lines_of_other_ranks(tmp_pat
     text = log(LOSSES)
     other = "2026-01-01 10:00:00.000\thost:1\tolmo.train:1233\tINFO\t[step=99/100,epoch=0]\nW1127 a warning\n" * 20
     expected = read(tmp_path, text)
-    lines = [labelled(part, LABELS[launcher], rank) for rank, part in enumerate((text, other))]
+    lines = [labeled(part, LABELS[launcher], rank) for rank, part in enumerate((text, other))]
     curve = read(tmp_path, shuffled(*(part.splitlines(keepends=True) for part in lines), seed=1))
     assert curve == expected and len(curve.losses) == len(LOSSES)
 

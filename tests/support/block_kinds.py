@@ -252,7 +252,7 @@ class TwoStreams(nn.Module):
 
 
 class Context(Block):
-    """Attention over keys of a second stream, which the block normalises and returns, as Flux's double blocks."""
+    """Attention over keys of a second stream, which the block normalizes and returns, as Flux's double blocks."""
 
     def __init__(self):
         super().__init__()
@@ -387,7 +387,7 @@ class FunctionalPair(Listed):
 
 
 class Between(Stack):
-    """Normalises the stream between its blocks."""
+    """Normalizes the stream between its blocks."""
 
     def forward(self, x):
         for block in self.layers:

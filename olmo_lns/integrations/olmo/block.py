@@ -6,7 +6,7 @@ plan of Pre-LN that forward computes what OLMo's own does (:func:`check_forward`
 
 ``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer; a second one is ``attn_norm_out``;
 learned factors are ``attn_gate`` and ``attn_omega``. The classes here are mixins: a module becomes an instance of a
-subclass of its own class, so ``get_param_groups`` recognises norms, and no parameter is renamed.
+subclass of its own class, so ``get_param_groups`` recognizes norms, and no parameter is renamed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tokenised data: making, checking, and the corpora that need no download."""
+"""Tokenized data: making, checking, and the corpora that need no download."""

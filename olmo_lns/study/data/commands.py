@@ -1,4 +1,4 @@
-"""``olmo-lns data``: fetch, make, convert and check tokenised training data."""
+"""``olmo-lns data``: fetch, make, convert and check tokenized training data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     :returns: the exit code: 1 if ``check`` finds a problem, or too few tokens or sequences, else 0.
     """
-    parser = Parser(prog="olmo-lns data", description="Make and check tokenised training data.")
+    parser = Parser(prog="olmo-lns data", description="Make and check tokenized training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(
         "check", help="check dtype, size, token ids and number of tokens (exit code 1 if there is a problem)"
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("--budget", type=float, default=0, help="tokens to train on, without padding, such as 20e9")
     checking.add_argument("--rows", type=float, default=0, help="number of sequences that a run reads: steps × batch")
     checking.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
-    fetching = commands.add_parser("fetch", help="fetch the needed part of each tokenised file in a list")
+    fetching = commands.add_parser("fetch", help="fetch the needed part of each tokenized file in a list")
     fetching.add_argument("list", help="a file, or a name in the pack: dolma")
     fetching.add_argument("--tokens", type=float, default=20e9, help="tokens of training text (default 20e9)")
     fetching.add_argument("--heldout", type=float, default=2e6, help="tokens of held-out text (default 2e6)")
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare.arguments(
         commands.add_parser(
             "prepare",
-            help="tokenise C4 as in the papers",
-            description="Tokenise C4 into OLMo's memmaps, one row a document. No partial files are left.",
+            help="tokenize C4 as in the papers",
+            description="Tokenize C4 into OLMo's memmaps, one row a document. No partial files are left.",
             epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base "
             "--eos '</s>' --pad '<pad>' --out c4",
         )

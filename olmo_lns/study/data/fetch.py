@@ -1,4 +1,4 @@
-"""Fetch the start of each tokenised file in a list. A line of the list has the name and the address of a file.
+"""Fetch the start of each tokenized file in a list. A line of the list has the name and the address of a file.
 
 The servers must support byte ranges. Runs do not train on files under ``heldout/``.
 """

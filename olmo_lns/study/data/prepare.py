@@ -1,6 +1,6 @@
-"""Tokenise C4 into OLMo's memmaps as the papers did: one row a document, truncated or padded, with a label mask.
+"""Tokenize C4 into OLMo's memmaps as the papers did: one row a document, truncated or padded, with a label mask.
 
-Other corpora are tokenised by ``dolma tokens`` (docs/data.md).
+Other corpora are tokenized by ``dolma tokens`` (docs/data.md).
 """
 
 from __future__ import annotations

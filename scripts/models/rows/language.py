@@ -55,7 +55,7 @@ def _():
     "nanoGPT with rms at the end of the MLP branch",
     f"repository:{NANO}",
     REFUSED,
-    why="Sandwich-LN: the one changed line normalises the branch's output, whatever ln_2 gives.",
+    why="Sandwich-LN: the one changed line normalizes the branch's output, whatever ln_2 gives.",
     code=("model.py", "x = x + self.mlp(self.ln_2(x))"),
 )
 def _():
@@ -72,7 +72,7 @@ def _():
     "nanoGPT with rms at the end of both branches",
     f"repository:{NANO}",
     REFUSED,
-    why="Sandwich-LN: the two changed lines normalise what the branches return.",
+    why="Sandwich-LN: the two changed lines normalize what the branches return.",
     code=("model.py", "x = x + self.attn(self.ln_1(x))"),
 )
 def _():

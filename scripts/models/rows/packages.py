@@ -519,7 +519,7 @@ def _():
     "transformers OPT inside a wrapper, Post-LN",
     "package:transformers",
     REFUSED,
-    why="Post-LN: with do_layer_norm_before=False (OPT-350m) the norms normalise the stream itself.",
+    why="Post-LN: with do_layer_norm_before=False (OPT-350m) the norms normalize the stream itself.",
     code=("transformers/models/opt/modeling_opt.py", "if not self.do_layer_norm_before:"),
 )
 def _():

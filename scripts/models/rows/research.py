@@ -234,7 +234,7 @@ def _():
     "flash-attn Block, Post-LN",
     f"repository:{FLASH}",
     REFUSED,
-    why="Post-LN: with prenorm=False the norms normalise the stream itself.",
+    why="Post-LN: with prenorm=False the norms normalize the stream itself.",
     code=("flash_attn/modules/block.py", "(self.drop_path1(self.dropout1(mixer_out)) + hidden_states).to("),
 )
 def _():
@@ -299,7 +299,7 @@ def _():
     "AudioCraft StreamingTransformer, Post-LN",
     f"repository:{AUDIO}",
     REFUSED,
-    why="Post-LN: without norm_first the norms normalise the stream itself.",
+    why="Post-LN: without norm_first the norms normalize the stream itself.",
     code=("audiocraft/modules/transformer.py", "x = self.norm2(x + self.layer_scale_2(self._ff_block(x)))"),
 )
 def _():

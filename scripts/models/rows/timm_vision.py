@@ -136,7 +136,7 @@ model(
 )  # fmt: skip
 model(
     "resmlp_12_224", MIXER | {"mlp_ratio": 4, "block_layer": "ResBlock", "norm_layer": "Affine"}, REFUSED,
-    "mlp_mixer.py", "return torch.addcmul(self.beta, self.alpha, x)", "The modules named norm are affine and normalise nothing.",
+    "mlp_mixer.py", "return torch.addcmul(self.beta, self.alpha, x)", "The modules named norm are affine and normalize nothing.",
 )  # fmt: skip
 model(
     "gmlp_s16_224", MIXER | {"mlp_ratio": 4, "block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp"}, REFUSED,

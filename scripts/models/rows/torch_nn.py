@@ -61,7 +61,7 @@ def _():
     "nn.TransformerEncoder Post-LN",
     "package:torch",
     REFUSED,
-    why="Post-LN: norm1 and norm2 normalise the stream itself after each branch.",
+    why="Post-LN: norm1 and norm2 normalize the stream itself after each branch.",
     code=(CODE, "x = self.norm2(x + self._ff_block(x))"),
 )
 def _():

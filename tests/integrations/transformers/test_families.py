@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 ROWS = {kind: row for kind, row in json.loads(FILE.read_text()).items() if kind in families()}
 ACCEPTED = [kind for kind, row in ROWS.items() if row["label"] in ("pre", "parallel")]
 REFUSED = [kind for kind, row in ROWS.items() if row["label"] in ("post", "branch", "sandwich", "other")]
-#: Run without being asked for: dense, parallel, experts, latent attention, tied norms, zero-centred weights.
+#: Run without being asked for: dense, parallel, experts, latent attention, tied norms, zero-centered weights.
 USUAL = [
     "llama",
     "gpt2",
@@ -30,7 +30,7 @@ USUAL = [
     "gemma",
     "opt",
 ]
-#: A slow test, since linear attention without its kernels takes long. The weights of its norms are zero-centred, like those of
+#: A slow test, since linear attention without its kernels takes long. The weights of its norms are zero-centered, like those of
 #: Gemma.
 LINEAR_ATTENTION = "qwen3_next"
 
