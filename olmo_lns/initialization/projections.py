@@ -63,11 +63,13 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
 
     def axis(parameter: nn.Parameter) -> int | None:
         """Return the dimension of the channels, -1 if the parameter is no projection, or None if nothing reads it."""
+        is_read = False
         with _of_its_own(parameter):
-            results = {axis: projects(parameter, axis) for axis, size in enumerate(parameter.shape) if size == width}
-        if all(result is None for result in results.values()):
-            return None
-        return next((axis for axis, result in results.items() if result), -1)
+            for axis in [axis for axis, size in enumerate(parameter.shape) if size == width]:
+                if result := projects(parameter, axis):
+                    return axis
+                is_read = is_read or result is not None
+        return -1 if is_read else None
 
     projections = {}
     for group in groups.values():

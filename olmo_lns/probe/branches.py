@@ -7,6 +7,7 @@ of a module inside of a branch, and compare what arrives in the stream.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,22 +88,45 @@ def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
     return structure(one) == structure(other)
 
 
-def ends_in_function(replay: Replay, name: str) -> bool:
-    """Return true if all rows of the branch's output have the same size, however the output of its norm changes.
+@dataclass(frozen=True)
+class NeutralBranch:
+    """What the branch of one site adds to the stream while gains and biases are neutral.
 
-    A norm without gain and bias gives such rows. Gains and biases are therefore neutralized during the check.
+    The output of the site is its held tensor.
 
     :param name: the site that the branch reads.
+    :param zero: ``block(x) - x`` while the output of the site is zero.
+    :param whole: ``block(x) - x`` while the output of the site is not changed.
     """
+
+    name: str
+    zero: torch.Tensor
+    whole: torch.Tensor
+
+
+def neutral_branches(replay: Replay) -> list[NeutralBranch]:
+    """Run the branch of each site while gains and biases are neutral."""
+    with replay.without_biases():
+        whole = replay.delta()
+        zeros = [replay.delta({site: torch.zeros_like}) for site in replay.sites]
+    return [NeutralBranch(name, zero, whole) for name, zero in zip(replay.names, zeros, strict=True)]
+
+
+def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
+    """Return true if all rows of the branch's output have the same size, however the output of its norm changes.
+
+    A norm without gain and bias gives such rows. Gains and biases are therefore neutral during the check.
+    """
+    name = neutral.name
 
     def by_row(y: torch.Tensor) -> torch.Tensor:
         factors = torch.arange(1.0, 1.0 + y.shape[-2], device=y.device, dtype=y.dtype)
         return factors[:, None] * y.roll(1, -1)
 
-    changes: tuple[Change, ...] = (torch.zeros_like, lambda y: y, by_row, lambda y: 3.0 * y.roll(2, -1))
+    changes: tuple[Change, ...] = (by_row, lambda y: 3.0 * y.roll(2, -1))
     with replay.without_biases():
-        zero, *moved = (replay.delta({replay.norms[name]: change}) for change in changes)
-    branch = torch.stack([each - zero for each in moved])
+        moved = [replay.delta({replay.norms[name]: change}) for change in changes]
+    branch = torch.stack([each - neutral.zero for each in (neutral.whole, *moved)])
     # A function may normalize each position, each position of an image, in the norm's order, or each example.
     in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
     views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]

@@ -15,14 +15,15 @@ import torch
 
 from olmo_lns.probe import branches
 from olmo_lns.probe.call import NotPreLN
-from olmo_lns.probe.replay import SAME_HALF, Change, Replay, roll_channels
+from olmo_lns.probe.replay import SAME_HALF, Change, Replay, Result, roll_channels
 
 
-def check_block(replay: Replay, how_found: str = "") -> bool:
+def check_block(replay: Replay, how_found: str = "") -> dict[str, float]:
     """Run all checks on a block.
 
     :param how_found: text that follows the names of the sites in messages, such as ", given by norms=".
-    :returns: true if the block computes something different in training mode, for another reason than dropout.
+    :returns: the result of :func:`shares_of_factors`. Where the block computes something different in training mode,
+        it is the smaller one of both modes, since a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
     site_names = replay.site_names + how_found
@@ -31,11 +32,13 @@ def check_block(replay: Replay, how_found: str = "") -> bool:
     check_other_norms_are_read(replay)
     check_one_stream(replay, site_names)
     check_branches_differ(replay)
-    check_ends_of_branches(replay, site_names)
+    neutral = branches.neutral_branches(replay)
+    check_ends_of_branches(replay, site_names, neutral)
     check_two_branches(replay, site_names, effects)
     check_with_gradients(replay)
     check_under_autocast(replay)
-    return check_in_training(replay)
+    shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay)
+    return {name: min(share, in_training.get(name, share)) for name, share in shares.items()}
 
 
 def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
@@ -133,7 +136,7 @@ def check_branches_differ(replay: Replay) -> None:
         )
 
 
-def check_ends_of_branches(replay: Replay, site_names: str) -> None:
+def check_ends_of_branches(replay: Replay, site_names: str, neutral: Sequence[branches.NeutralBranch]) -> None:
     """Check that no branch ends in a norm, which would cancel the factor (Sandwich-LN).
 
     The norm may be a module or a function.
@@ -141,9 +144,9 @@ def check_ends_of_branches(replay: Replay, site_names: str) -> None:
     for name in [name for name in replay.norms if name not in replay.names]:
         if replay.is_added(replay.norms[name]):
             raise NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
-    for name in replay.names:
-        if branches.ends_in_function(replay, name):
-            raise NotPreLN(f"the branch that reads {name} ends in a norm that is a function (Sandwich-LN)")
+    for branch in neutral:
+        if branches.ends_in_function(replay, branch):
+            raise NotPreLN(f"the branch that reads {branch.name} ends in a norm that is a function (Sandwich-LN)")
 
 
 def check_two_branches(replay: Replay, site_names: str, effects: Sequence[torch.Tensor]) -> None:
@@ -192,71 +195,56 @@ def check_under_autocast(replay: Replay) -> None:
         raise NotPreLN(f"under autocast its branches bypass {replay.site_names}")
 
 
-def check_in_training(replay: Replay) -> bool:
+def check_in_training(replay: Replay) -> dict[str, float]:
     """Check the same in training mode, and whether a branch ends in a norm there.
 
-    :returns: true if the block computes something different in training mode, for another reason than dropout.
+    :returns: the result of :func:`shares_of_factors` in training mode. It is empty if the block computes the same there
+        as in eval mode, apart from dropout.
     """
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
     in_eval = replay.reference_delta, replay.delta(changes)
     with replay.in_mode(True):
-        _use_a_seed_with_all_branches(replay)
+        result = _run_with_all_branches(replay)
         with torch.no_grad():
             is_independent = replay.is_independent_of_stream(replay.names)
-        if not (is_independent and replay.is_independent_of_stream(replay.names)):
+        results = result, replay.run(replay.second_input, replay.names)
+        if not (is_independent and replay.are_independent_of_stream(results)):
             raise NotPreLN(f"in training mode its branches bypass {replay.site_names}")
-        in_training = replay.reference_delta, replay.delta(changes)
+        replay.reference_delta = result[0]
+        in_training = result[0], replay.delta(changes)
         if all(replay.is_equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
-            return False
-        check_ends_of_branches(replay, f"{replay.site_names} in training mode")
-        return True
+            return {}
+        neutral = branches.neutral_branches(replay)
+        check_ends_of_branches(replay, f"{replay.site_names} in training mode", neutral)
+        return shares_of_factors(replay, neutral)
 
 
-def _use_a_seed_with_all_branches(replay: Replay) -> None:
-    """Choose a seed with which a block that drops branches in training drops none. Eight seeds are tried."""
+def _run_with_all_branches(replay: Replay) -> Result:
+    """Choose a seed with which a block that drops branches in training drops none. Eight seeds are tried.
+
+    :returns: the run of the block with this seed.
+    """
     usual = replay.call
     for seed in range(8):
         replay.call = replace(usual, seed=seed)
-        if len(replay.run(replay.x, replay.names)[1]) == len(replay.names):
-            return
+        if len((result := replay.run(replay.x, replay.names))[1]) == len(replay.names):
+            return result
     replay.call = usual
+    return replay.run(replay.x, replay.names)
 
 
-def cancelled_factors(replay: Replay, *, also_in_training: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the sites whose factor a later norm cancels completely, and those for which it does so in a part.
+def shares_of_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
+    """Return for each site how much of its branch is lost if the output of the norm is halved, as a part of the branch.
 
-    Such a norm is inside of the branch, as that of a latent. The block is not refused for it.
-
-    :param also_in_training: true if the block computes something different in training mode. A BatchNorm cancels a
-        factor in training mode only.
-    """
-    shares = _shares(replay, replay.names)
-    if also_in_training:
-        with replay.in_mode(True), torch.no_grad():
-            shares = [min(pair) for pair in zip(shares, _shares(replay, replay.names), strict=True)]
-    by_name = dict(zip(replay.names, shares, strict=True))
-    return (
-        tuple(name for name, share in by_name.items() if share < 0.01),
-        tuple(name for name, share in by_name.items() if 0.01 <= share < 0.25),
-    )
-
-
-def _shares(replay: Replay, names: Sequence[str]) -> list[float]:
-    return [_share_of_factor(replay, name) for name in names]
-
-
-def _share_of_factor(replay: Replay, name: str) -> float:
-    """Return how much of a branch is lost if the output of its norm is halved, as a part of the whole branch.
-
-    The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor.
+    The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor. Such a norm is inside of the
+    branch, as that of a latent. The block is not refused for it.
     """
     with replay.without_biases():
-        zero, half, whole = (
-            replay.delta({replay.norms[name]: lambda y, k=k: k * y})  # type: ignore[misc]
-            for k in (0.0, 0.5, 1.0)
-        )
-    size = float((whole - zero).norm())
-    # In training mode a branch may be dropped. Nothing is cancelled then.
-    if size <= replay.tolerance * float(replay.reference_delta.norm()):
-        return 0.5
-    return float((whole - half).norm()) / size
+        halves = [replay.delta({replay.norms[branch.name]: lambda y: 0.5 * y}) for branch in neutral]
+    shares = {}
+    for branch, half in zip(neutral, halves, strict=True):
+        size = float((branch.whole - branch.zero).norm())
+        # In training mode a branch may be dropped. Nothing is cancelled then.
+        has_branch = size > replay.tolerance * float(replay.reference_delta.norm())
+        shares[branch.name] = float((branch.whole - half).norm()) / size if has_branch else 0.5
+    return shares

@@ -29,26 +29,25 @@ def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
     found = residual_projections(replay.block, replay.delta, replay.tolerance)
     parameters = dict(replay.block.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.numel() > max(parameter.shape, default=1)]
-    remain = [_has_effect_without(replay, name, [parameters[other] for other in found]) for name in replay.names]
+    remain = _have_effect_without(replay, replay.names, [parameters[name] for name in found])
     if not any(remain):
         return found
     given = any(isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) for tensor in call.tensors())
     # A branch without matrices, such as pooling, has no projection that could be missed.
-    owned = any(
-        left and not _has_effect_without(replay, name, matrices)
-        for name, left in zip(replay.names, remain, strict=True)
-    )
-    return {} if given or owned else found
+    left = [name for name, has_effect in zip(replay.names, remain, strict=True) if has_effect]
+    return {} if given or not all(_have_effect_without(replay, left, matrices)) else found
 
 
-def _has_effect_without(replay: Replay, name: str, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return true if the output of this site still has an effect on the stream while these parameters are zero."""
+def _have_effect_without(replay: Replay, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return for each of these sites whether it has an effect on the stream while these parameters are zero."""
     saved = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = torch.zeros_like(parameter)
     try:
-        effect = replay.delta({replay.norms[name]: roll_channels}) - replay.delta()
+        delta = replay.delta()
+        effects = [replay.delta({replay.norms[name]: roll_channels}) - delta for name in names]
     finally:
         for parameter, data in zip(parameters, saved, strict=True):
             parameter.data = data
-    return float(effect.norm()) > replay.tolerance * float(replay.reference_delta.norm())
+    smallest = replay.tolerance * float(replay.reference_delta.norm())
+    return [float(effect.norm()) > smallest for effect in effects]

@@ -25,6 +25,9 @@ Hook = Callable[..., Any]
 #: A function that is applied to the output of a module.
 Change = Callable[[torch.Tensor], torch.Tensor]
 
+#: What the block adds to its stream, and the input of each held norm minus the stream.
+Result = tuple[torch.Tensor, list[torch.Tensor]]
+
 #: Two fp32 results count as equal if their relative difference is below this value.
 SAME = 1e-4
 #: The corresponding value for blocks that run in half precision only, such as those with flash attention.
@@ -61,7 +64,7 @@ class Replay:
         #: The sites once they are found. The methods below hold these norms unless others are named.
         self.names: tuple[str, ...] = ()
         self._reference_delta: torch.Tensor | None = None
-        self._results: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._results: list[Result] = []
 
     @property
     def site_names(self) -> str:
@@ -87,7 +90,7 @@ class Replay:
         changes: Mapping[nn.Module, Change] | None = None,
         *,
         call: Call | None = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> Result:
         """Hold these norms, run the block on ``x``, and return ``block(x) - x`` and the input of each norm minus x.
 
         :param x: the stream in front of the block.
@@ -132,6 +135,10 @@ class Replay:
         if self._reference_delta is None:
             self._reference_delta = self.delta()
         return self._reference_delta
+
+    @reference_delta.setter
+    def reference_delta(self, delta: torch.Tensor) -> None:
+        self._reference_delta = delta
 
     def effect(self, *modules: nn.Module, change: Change | None = None) -> torch.Tensor:
         """Hold the sites, change the outputs of these modules, and return by how much the block's output changes.
@@ -209,7 +216,15 @@ class Replay:
         :param accept_inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not
             depend on x.
         """
-        (delta, inputs), (second_delta, second_inputs) = self.run(self.x, names), self.run(self.second_input, names)
+        return self.are_independent_of_stream(self.run_twice(names), accept_inner=accept_inner)
+
+    def run_twice(self, names: Sequence[str]) -> tuple[Result, Result]:
+        """Hold these norms, and return the results of :meth:`run` on the two streams."""
+        return self.run(self.x, names), self.run(self.second_input, names)
+
+    def are_independent_of_stream(self, results: tuple[Result, Result], *, accept_inner: bool = False) -> bool:
+        """Return the same as :meth:`is_independent_of_stream`, from two results that are already there."""
+        (delta, inputs), (second_delta, second_inputs) = results
         streams = self.x.double(), self.second_input.double()
         return self.is_equal(delta, second_delta) and all(
             self.is_equal(a, b) or (accept_inner and self.is_equal(a + streams[0], b + streams[1]))
@@ -241,7 +256,7 @@ class Replay:
         self.layouts, self.shapes, self.names = known.layouts, known.shapes, known.names
         self.call = replace(self.call, summed=known.call.summed, is_change=known.call.is_change)
 
-    def results(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    def results(self) -> list[Result]:
         """Return the results of :meth:`run` in eval mode and in training mode while the sites are held."""
         if not self._results:
             for trains in (False, True):

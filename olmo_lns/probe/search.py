@@ -8,8 +8,9 @@ queries, keys and latents, which read what a branch has computed. What remains a
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Mapping
+from typing import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -87,8 +88,8 @@ def pre_ln_sites(
                     if replay.matches(known):
                         return known_result
                     replay, names = Replay(copied, replay.call, dtype), names if given else known_result.names
-                find_norms(replay)
-                _refuse_a_run_of_the_original(block, replay)
+                with _refusing_runs_of(block):
+                    find_norms(replay)
                 found = _given_sites(replay, names or ()) if given else _sites(replay, names)
                 projections = find_projections(replay, call) if known_result is None else known_result.projections
                 return replace(found, projections=projections)
@@ -107,15 +108,16 @@ def pre_ln_sites(
     ) from problem
 
 
-def _refuse_a_run_of_the_original(block: nn.Module, replay: Replay) -> None:
-    """Check that the copy runs its own modules, and none of the block that it was copied from.
+@contextmanager
+def _refusing_runs_of(block: nn.Module) -> Iterator[None]:
+    """Check that the copy of a block runs its own modules in this context, and none of the block.
 
     :raises MeasurementError: if it runs a module of the original, which the message names.
     """
     names = {module: name for name, module in block.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
     ran: list[nn.Module] = []
     with hooks(module.register_forward_pre_hook(lambda module, args: ran.append(module)) for module in names):
-        replay.call.replay(replay.block, replay.x)
+        yield
     if ran:
         raise MeasurementError(
             f"its copy runs {names[ran[0]] or 'the block itself'} of the original, to which it refers"
@@ -135,7 +137,8 @@ def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
     if expected is not None and not replay.norms.keys() >= set(expected):
         raise NotPreLN(f"found {', '.join(replay.norms)}, expected {', '.join(expected)} as in a block built alike")
     names = list(expected or replay.norms)
-    if not replay.is_independent_of_stream(names, accept_inner=expected is None):
+    results = replay.run_twice(names)
+    if not replay.are_independent_of_stream(results, accept_inner=expected is None):
         raise NotPreLN(
             f"its norms {', '.join(replay.norms)}, held fixed, do not separate its branches from the stream",
             curable=True,
@@ -145,10 +148,10 @@ def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
         # goes from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
         for name in reversed(replay.norms):
             without = [other for other in names if other != name]
-            if without and replay.is_independent_of_stream(without, accept_inner=True):
-                names = without
-    replay.names = tuple(names)
-    if not replay.is_independent_of_stream(names):
+            if without and replay.are_independent_of_stream(tried := replay.run_twice(without), accept_inner=True):
+                names, results = without, tried
+    replay.names, replay.reference_delta = tuple(names), results[0][0]
+    if not replay.are_independent_of_stream(results):
         raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
     return _checked(replay)
 
@@ -174,6 +177,10 @@ def _given_sites(replay: Replay, names: tuple[str, ...]) -> BlockSites:
 
 
 def _checked(replay: Replay, how_found: str = "") -> BlockSites:
-    differs_in_training = checks.check_block(replay, how_found)
-    cancelled, partly = checks.cancelled_factors(replay, also_in_training=differs_in_training)
-    return BlockSites(replay.names, cancelled, partly, replay=replay)
+    shares = checks.check_block(replay, how_found)
+    return BlockSites(
+        replay.names,
+        cancelled=tuple(name for name, share in shares.items() if share < 0.01),
+        partly_cancelled=tuple(name for name, share in shares.items() if 0.01 <= share < 0.25),
+        replay=replay,
+    )
