@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from olmo_lns.response import first_output
 
-
 #: Modules of PyTorch that are not tried. Most models have one of them beside each norm.
 _NO_NORMS = (nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, nn.ReLU)
 
