@@ -94,8 +94,8 @@ def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) 
         )
     if unused := [f"{name}=" for name, value in given.items() if value is not None]:
         raise LNSConfigError(
-            f"{' and '.join(unused)} was given for a model of Megatron Core, whose norms are found by the names of "
-            "their modules. Leave it out."
+            f"{' and '.join(unused)} was passed for a model of Megatron Core. There the norms are found by the names "
+            "of their modules. Remove the argument."
         )
 
 
@@ -172,9 +172,9 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
         )
     if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.in_model(model))):
         raise LNSConfigError(
-            f"{type(model).__name__} has {sites.read_back(model)}, whose blocks have a forward of their own. Only "
-            "schemes that multiply norms can be folded in memory. Save the model, and try olmo-lns export CHECKPOINT "
-            "OUT."
+            f"{type(model).__name__} has the scheme {sites.read_back(model)}, which replaces the forward of the "
+            "blocks. Only schemes that multiply norms can be folded in memory. Save the model, and run olmo-lns "
+            "export CHECKPOINT OUT."
         )
     with any_model.undisturbed(model):
         fold_norms(model, any_model.forward(model, example), dtype)
@@ -253,8 +253,8 @@ def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: 
     """Find the projections of a model, or of one of its towers, and remove their depth factor; return the line."""
     if not is_marked and any(sites.in_model(model)):
         raise LNSConfigError(
-            f"{type(model).__name__}: its norms were given by norms=, and no blocks were found whose residual "
-            "output projections could be measured. Draw these weights like all others, without a depth factor."
+            f"{type(model).__name__}: its norms were passed as norms=, so its residual output projections are not "
+            "known and cannot be measured. Draw these weights like all others, without a depth factor."
         )
     any_model.require_unwrapped(model)
     framework = framework_of(model)

@@ -175,8 +175,9 @@ def _folded(
             if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
                 return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
-        f"{name}: {type(norm).__name__} with gain and bias times {factor:.4g} does not give {factor:.4g} times "
-        f"its former output.{problem} Expected a norm with a gain, zero-centered or not."
+        f"{name}: after gain and bias of this {type(norm).__name__} were multiplied by {factor:.4g}, its output is not "
+        f"{factor:.4g} times the output before.{problem} Expected a norm with a gain, zero-centered or not. Run this "
+        "model with olmo-lns instead of folding it."
     )
 
 

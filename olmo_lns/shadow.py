@@ -157,8 +157,8 @@ def runnable_copy(model: nn.Module, weights: RandomWeights | None = None) -> nn.
     """
     if any(map(is_quantized, model.parameters())):
         raise LNSConfigError(
-            f"The weights of {type(model).__name__} are quantized. Expected floating weights. "
-            "Apply the scheme before quantization."
+            f"The weights of {type(model).__name__} are quantized. Expected floating-point weights. Apply the scheme "
+            "before the quantization."
         )
     try:
         copied: nn.Module = (weights or RandomWeights()).copy(model, device=device_of(model))

@@ -103,8 +103,8 @@ def pre_ln_sites(
             problem = problem or error
     raise MeasurementError(
         f"{where} ({type(block).__name__}) could not be run a second time ({type(problem).__name__}: {problem}). "
-        "Expected a forward without caches that other calls share; give an example= that uses none. "
-        f"{advice}"
+        "Expected a forward that does not depend on a cache from an earlier call. Pass an example= without such a "
+        f"cache. {advice}"
     ) from problem
 
 

@@ -58,8 +58,8 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
         listed = list(blocks)
         if not trace.is_stack(listed):
             raise LNSConfigError(
-                f"{type(model).__name__}: the modules in blocks= were expected to run once each, in this order, on one "
-                f"stream; they did not. Give the norms themselves: {norms_example(model, trace)}."
+                f"{type(model).__name__}: the modules in blocks= do not run once each, in this order, on one stream. "
+                f"Expected the blocks of one depth. Pass the norms themselves: {norms_example(model, trace)}."
             )
         _find_streams(listed, trace)
         require_one_stream(model, listed, trace, "blocks=", run)
@@ -161,8 +161,8 @@ def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) 
         omitted = [block for block in listed if block not in set(given) and type(block) in kinds]
         if omitted and set(given).intersection(listed):
             raise LNSConfigError(
-                f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}, expected all: the factor of a "
-                "block depends on its number in the whole model."
+                f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}. Expected all of them, because "
+                "the factor of a block depends on its number in the whole model. Pass the whole list."
             )
     return given
 
@@ -181,8 +181,8 @@ def _refuse_repeated(
         if min(counts) > 1 and has_streams and not is_nested and all(map(trace.norm_count, listed)):
             raise LNSConfigError(
                 f"{type(model).__name__}: {name} ran {max(counts)} times in one forward of the example, expected once. "
-                "LayerNorm Scaling needs a block's number in a depth that runs once. Give an example= that runs each "
-                "block once, or the blocks of the part that does: blocks=model.layers."
+                "If a block runs several times, its number in the depth is not defined. Pass an example= that runs "
+                "each block once, or the blocks of a part that runs once: blocks=model.layers."
             )
 
 
@@ -248,7 +248,7 @@ def _require_numbers(model: nn.Module, name: str) -> None:
     keys = [key for key, _ in model.get_submodule(name).named_children()]
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
         raise LNSConfigError(
-            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
-            "factor of a block depends on its number in the whole model. Apply before the model is split into stages. "
-            f"If these are all blocks, give them: blocks={expression('model', name)}."
+            f"{type(model).__name__}: {name} has the blocks {', '.join(keys)}. Expected 0 to {len(keys) - 1}, because "
+            "the factor of a block depends on its number in the whole model. Apply the scheme before the model is "
+            f"split into stages. If these are all blocks, pass blocks={expression('model', name)}."
         )

@@ -50,8 +50,8 @@ def require_whole_depth(
         return
     raise LNSConfigError(
         f"{type(model).__name__}: found {len(blocks)} blocks in {source} and similar blocks outside of it: "
-        f"{', '.join(outside)}; expected all of them, since the factor of a block depends on its number in the whole "
-        f"depth. Give all blocks in order, blocks=[…], or all norms: {norms_example(model, trace)}."
+        f"{', '.join(outside)}. Expected a list of all blocks, because the factor of a block depends on its number in "
+        f"the whole depth. Pass all blocks in order, blocks=[…], or all norms: {norms_example(model, trace)}."
     )
 
 
@@ -76,9 +76,9 @@ def _refuse_a_stage(
                 else (name, "blocks=")
             )
             raise LNSConfigError(
-                f"{type(model).__name__}: the blocks in {second} read the stream that the blocks in {first} give, so "
-                "that blocks= is a part of the depth, expected all of it: the factor of a block depends on its number "
-                f"in the whole depth. Give all blocks in order: {_joined(first, second, name)}."
+                f"{type(model).__name__}: the blocks in {second} read the stream that the blocks in {first} return. "
+                "blocks= has only a part of the blocks. Expected all of them, because the factor of a block depends "
+                f"on its number in the whole depth. Pass all blocks in order: {_joined(first, second, name)}."
             )
 
 

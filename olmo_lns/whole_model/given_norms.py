@@ -60,8 +60,8 @@ def check_given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], 
     counts = {names[norm]: traced.runs.get(norm, 0) for norm in seen}
     if wrong := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
-            f"norms=: one forward of the example runs {', '.join(sorted(wrong))}, expected each norm once. Give an "
-            "example= that runs every block once, and only norms that the model calls."
+            f"norms=: one forward of the example runs {', '.join(sorted(wrong))}. Expected each norm to run once. Pass "
+            "only norms that the model calls, and an example= that runs every block once."
         )
     order = [norm for norm in traced.runs if norm in seen]
     given = [norm for pair in pairs for norm in pair]
@@ -82,12 +82,15 @@ def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
     except TypeError:
         pairs = []
     if not pairs or not all(isinstance(norm, nn.Module) for pair in pairs for norm in pair):
-        raise LNSConfigError(f"norms= was expected to hold pairs of modules, in order from block 1, such as {_FORM}.")
+        raise LNSConfigError(
+            "norms= does not have pairs of modules. Expected a pair for each block, in order from block 1. Pass them "
+            f"in this form: {_FORM}."
+        )
     sizes = {len(pair) for pair in pairs}
     if len(sizes) > 1 or not sizes <= {1, 2}:
         raise LNSConfigError(
-            f"norms= holds {' and '.join(map(str, sorted(sizes)))} norms a block. Give two norms for each block, or "
-            "one that both of its branches read."
+            f"norms= has {' and '.join(map(str, sorted(sizes)))} norms for a block. Expected the same number for all "
+            f"blocks: two norms, or one that both branches read. Pass them in this form: {_FORM}."
         )
     return pairs
 
@@ -106,8 +109,8 @@ def _require_pairs_of_one_module(
         whole = {norm for number in numbers for norm in pairs[number - 1]}
         if len(numbers) > 1 and inside != whole and module in traced.runs:
             raise LNSConfigError(
-                f"norms=: {name} runs norms of the blocks {', '.join(map(str, numbers))}, and not all of them. Give "
-                f"the two norms of one block as a pair: {_FORM}."
+                f"norms=: {name} runs norms of the blocks {', '.join(map(str, numbers))}, but not all norms of these "
+                f"blocks. Expected each block's two norms as a pair. Pass them in this form: {_FORM}."
             )
 
 
@@ -121,8 +124,9 @@ def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], tra
         omitted = module not in given and module in names and traced.is_norm(module)
         if omitted and _place(names[module]) in places and traced.shapes.get(module, (0,))[-1] in widths:
             raise LNSConfigError(
-                f"norms=: {names[module]} runs as well and was not given, although norms in its place were. The factor "
-                f"of a block depends on its number in the whole depth. Give the norms of all blocks: {_FORM}."
+                f"norms=: {names[module]} runs as well and was not given, although the norms of similar modules were "
+                "given. The factor of a block depends on its number in the whole depth. Pass the norms of all blocks: "
+                f"{_FORM}."
             )
 
 

@@ -62,8 +62,8 @@ def require_one_stream(
         if not bool(depends.any()) or (joined and not bool(depends.any(-1).all())):
             raise LNSConfigError(
                 f"{type(model).__name__}: the blocks in {source} have two streams: the input of block {number}, or a "
-                "part of it, does not depend on block 1. LayerNorm Scaling needs one stream through all blocks. Give "
-                f"the blocks or the norms of one stream: {norms_example(model, trace)}."
+                "part of it, does not depend on block 1. LayerNorm Scaling expects one stream through all blocks. "
+                f"Pass the blocks or the norms of one stream: {norms_example(model, trace)}."
             )
     # Between stages of other widths, as in Swin, the stream may be normalized.
     between = [
@@ -93,7 +93,7 @@ def require_one_stream(
                 raise LNSConfigError(
                     f"{type(model).__name__}: the stream is normalized between the blocks {number} and {number + 1} in "
                     f"{source}. LayerNorm Scaling expects a residual stream that grows through all blocks. If you want "
-                    f"its factors here, give the norms: {norms_example(model, trace)}."
+                    f"the factors in this model anyway, pass its norms: {norms_example(model, trace)}."
                 )
 
 
@@ -171,9 +171,9 @@ def require_residual_stream(
             expected = difference[number]
         if not is_change and not _is_moved_by(expected, after[number], moved_after[number]):
             raise LNSConfigError(
-                f"{type(model).__name__}: block {number + 1} reads the model's stream elsewhere than through its "
-                "norms, for example by an argument that the model computes from the stream. LayerNorm Scaling "
-                "expects branches that read the stream through the norms only."
+                f"{type(model).__name__}: block {number + 1} reads the model's stream past its norms, for example "
+                "through an argument that the model computes from the stream. LayerNorm Scaling expects that the "
+                "branches read the stream through the norms only. This model is not supported."
             )
         expected = expected + added[number].double()
     for place in places:
@@ -185,9 +185,10 @@ def require_residual_stream(
         if float((twice - 2 * once).norm()) < tolerance * float(twice.norm()):
             continue
         raise LNSConfigError(
-            f"{type(model).__name__}: between the blocks {place} and {place + 1} the model changes its stream, and "
-            "not by adding to it. LayerNorm Scaling expects a residual stream that goes through all blocks, one after "
-            f"the other. If you want its factors here, give the norms: {norms_example(model, trace)}."
+            f"{type(model).__name__}: between the blocks {place} and {place + 1} the model changes its stream by "
+            "something else than an addition. LayerNorm Scaling expects a residual stream that goes through all "
+            "blocks, one after the other. If you want the factors in this model anyway, pass its norms: "
+            f"{norms_example(model, trace)}."
         )
 
 

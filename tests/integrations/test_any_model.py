@@ -233,9 +233,9 @@ def compiled():
         (lambda: nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8)), {}, "found none"),
         (Model, {"example": torch.zeros(2, 3)}, "does not take the example"),
         (lambda: nn.Sequential(*(Block(8) for _ in range(2))), {"example": None}, "as example="),
-        (quantized, {}, "before quantization"),
-        (compiled, {}, "Apply first"),
-        (lambda: torch.compile(Model()), {}, "Apply first"),
+        (quantized, {}, "before the quantization"),
+        (compiled, {}, "Expected the model before that"),
+        (lambda: torch.compile(Model()), {}, "Expected the model before that"),
         (Model, {"scheme": "deepnorm"}, "multiplies norms"),
         (Model, {"scheme": "preln"}, "multiplies norms"),
         (Model, {"scheme": None}, "Expected a text such as"),
@@ -256,11 +256,11 @@ def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_l
 def test_a_norm_that_replaced_a_scaled_one_is_named():
     olmo_lns.apply(model := Model(), example=IDS)
     model.layers["1"].n2 = nn.RMSNorm(WIDTH)
-    with pytest.raises(LNSError, match="block 2, layers.1.n2: found a norm without its factor"):
+    with pytest.raises(LNSError, match="block 2, layers.1.n2: this norm has no factor"):
         olmo_lns.apply(model, example=IDS)
 
 
 def test_after_fsdp_it_is_refused(one_rank):
     fully_shard(model := Model())
-    with pytest.raises(LNSConfigError, match="Apply first"):
+    with pytest.raises(LNSConfigError, match="Expected the model before that"):
         olmo_lns.apply(model)

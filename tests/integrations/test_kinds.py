@@ -316,7 +316,7 @@ REFUSED = {
     "a bypass where there are gradients": (kinds_of(kinds.Bypass), {}, "with gradients its branches bypass"),
     "a summary of the stream": (lambda: kinds.SummaryStack(kinds.Summary), {}, "block 2 reads the model's stream"),
     "signs": (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.Spikes)), {}, "none of its modules is a norm"),
-    "a stage of another width": (kinds.TwoStages, {"blocks": lambda m: m.two}, "one.*expected all"),
+    "a stage of another width": (kinds.TwoStages, {"blocks": lambda m: m.two}, "one.*Expected all"),
     "one norm a layer": (kinds.Flat, {"norms": lambda m: [layer.norm for layer in m.layers]}, "give its two norms"),
     "a first block whose norms have another name": (lambda: kinds.Mixed(kinds.RootBlock), {}, "outside of it: first"),
     "half of the norms of another name": (
@@ -364,9 +364,9 @@ REFUSED = {
     "pairs of unequal length": (
         kinds.Stack,
         {"norms": lambda m: [(m.layers[0].n1,), (m.layers[1].n1, m.layers[1].n2)]},
-        "1 and 2 norms a block",
+        "1 and 2 norms for a block",
     ),
-    "pairs of two blocks": (kinds.Stack, {"norms": shifted}, "not all of them"),
+    "pairs of two blocks": (kinds.Stack, {"norms": shifted}, "not all norms of these blocks"),
     "a norm that runs twice": (kinds.Looped, {"norms": lambda m: [(b.n1, b.n2) for b in m.stack.layers]}, "2 times"),
     "a norm that does not run": (
         kinds.Towers,

@@ -149,8 +149,9 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
     first_modules, located = result[0]
     if modules != first_modules:
         raise LNSConfigError(
-            f"this process has a {type(model).__name__} of {len(modules)} modules, the first process one of "
-            f"{len(first_modules)}. Apply to the same whole model in every process, before it is split into stages."
+            f"This process has a {type(model).__name__} of {len(modules)} modules, but the first process has one of "
+            f"{len(first_modules)}. Expected the same whole model in every process. Apply the scheme before the model "
+            "is split into stages."
         )
     return located
 

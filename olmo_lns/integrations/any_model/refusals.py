@@ -63,8 +63,9 @@ def refuse_wrappers(model: nn.Module) -> None:
         kinds = {base.__name__ for base in type(module).__mro__}
         if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
             raise LNSConfigError(
-                f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP: its norms can no longer be measured. "
-                "Apply first: build the model, apply the scheme, then compile and wrap."
+                f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP, so its norms can no longer be "
+                "measured. Expected the model before that. Build the model, apply the scheme, and then compile and "
+                "wrap it."
             )
 
 
@@ -115,6 +116,6 @@ def refuse_foreign_attributes(model: nn.Module, located: Located) -> None:
             own = [key for key in vars(norm) if key in Scaled.__annotations__]
             if own and not isinstance(norm, Scaled):
                 raise LNSConfigError(
-                    f"{name} has an attribute {own[0]} of its own, a name that olmo_lns uses for its factor. Rename "
-                    "it, or remove a scaling of your own before you apply one."
+                    f"{name} has an attribute {own[0]}. olmo_lns uses this name for its factor. Rename the attribute. "
+                    "If it is a scaling of your own, remove it before you apply a scheme."
                 )

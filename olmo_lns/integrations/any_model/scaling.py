@@ -67,13 +67,14 @@ def attach(
                 if is_attached:
                     if not isinstance(norm, Scaled):
                         raise MeasurementError(
-                            f"{where}: found a norm without its factor: it replaced a scaled norm. "
-                            "Build a new model and apply the scheme after norms are replaced."
+                            f"{where}: this norm has no factor, because it replaced a scaled norm. Expected the norm "
+                            "that was scaled. Build a new model, and apply the scheme after norms are replaced."
                         )
                     if (found := vars(norm).get("lns_sites")) != tuple(norm_sites):
                         raise MeasurementError(
-                            f"{where}: found the factor of {found[0] if found else 'no block'}. Its block was moved "
-                            "after the scheme was applied. Build a new model and apply the scheme to its final order."
+                            f"{where}: this norm has the factor of {found[0] if found else 'no block'}, because its "
+                            "block was moved after the scheme was applied. Build a new model, and apply the scheme "
+                            "when the blocks are in their final order."
                         )
                     measured.append(_measure(norm, width, shape, where))
                     continue

@@ -110,8 +110,8 @@ def locate_and_scale(
     names = names_by_path(model, located)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
-            f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
-            "version of transformers builds the family in another way: apply the scheme to a stock model."
+            f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, but the model has {names}. "
+            "This version of transformers builds the family in another way. Apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model):
         measured = any_model.attach(model, located, scheme, arithmetic_of, trained=trained)
@@ -206,9 +206,10 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
     is_known = model.config.model_type.removeprefix(PREFIX) in DEPTH_SCALED
     if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, located) == "":
         raise MeasurementError(
-            f"{type(model).__name__}: found residual output projections drawn by another rule ({found.values}), "
-            "expected 1 or 1/sqrt(2L) times the others. This version of transformers draws them in another way: "
-            'olmo_lns.integrations.transformers.apply(model, initialization="upstream") keeps that.'
+            f"{type(model).__name__}: the residual output projections are drawn by a rule that olmo-lns does not know "
+            f"({found.values}). Expected 1 or 1/sqrt(2L) times the standard deviation of the others. To keep the "
+            "initialization of this version of transformers, call olmo_lns.integrations.transformers.apply(model, "
+            'initialization="upstream").'
         )
     if not found.is_scaled:
         return str(found)

@@ -105,7 +105,7 @@ def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
     assert apply([model, tiny.build(tiny.config())]) == 2 * tiny.LAYERS
     with pytest.raises(LNSConfigError, match="nothing to scale"):
         apply(stock.embedding)
-    with pytest.raises(LNSConfigError, match="Apply first"):
+    with pytest.raises(LNSConfigError, match="Expected the model before that"):
         apply(type("DistributedDataParallel", (torch.nn.Sequential,), {})(stock))
 
 
