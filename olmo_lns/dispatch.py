@@ -1,29 +1,40 @@
-"""The front door: ``apply`` and ``plain_initialization`` find the integration that takes a model.
+"""The front door: ``apply``, ``fold`` and ``plain_initialization`` find the integration that takes a model.
 
-Nothing below imports this module.
+What differs between frameworks is in :class:`olmo_lns.integrations.interface.Integration` and its subclasses. Nothing
+below imports this module.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Sequence, TypeVar
 
 from torch import nn
 
-from olmo_lns import environment, initialization, sites
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.folding import fold_norms
-from olmo_lns.frameworks import framework_of
+from olmo_lns.frameworks import FRAMEWORKS, framework_of
 from olmo_lns.integrations import any_model
+from olmo_lns.integrations.interface import Integration, fold_model
 from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
-from olmo_lns.shadow import has_no_values
 from olmo_lns.start_up import write_line
 
-__all__ = ["apply", "fold", "plain_initialization"]
+__all__ = ["apply", "fold", "integration_of", "plain_initialization"]
 
 C = TypeVar("C")
-#: Number of blocks for which the plans of a scheme are checked. The number of the model's blocks is not known yet.
-_SOME_DEPTH = 8
+_ANY_MODEL = Integration()
+
+
+def integration_of(target: Any) -> Integration:
+    """Return the integration that takes a built model or a config. Models of no framework have one too.
+
+    Example: ``integration_of(LlamaForCausalLM(config))`` is that of transformers.
+    """
+    if not (framework := framework_of(target)):
+        return _ANY_MODEL
+    package = FRAMEWORKS[framework].integration
+    importlib.import_module(package).register()  # the start-up hook may not have run
+    integration: Integration = importlib.import_module(f"{package}.built").INTEGRATION
+    return integration
 
 
 def apply(
@@ -43,8 +54,8 @@ def apply(
     receive the names of the norms. Parameters and state dict do not change. A second call with the same scheme measures
     the model again.
 
-    :param model: a model of Megatron Core, OLMo or transformers, or any module with Pre-LN blocks whose norms are
-        modules.
+    :param model: a model of Megatron Core, OLMo, torchtitan or transformers, or any module with Pre-LN blocks whose
+        norms are modules.
     :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks: the blocks in order, if the model has several lists that could hold them.
     :param norms: the norms themselves, if no module runs a block or its blocks cannot be found: for each block, in
@@ -56,9 +67,9 @@ def apply(
         blocks hold independent random numbers.
     :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
     :raises LNSConfigError: if the model is not Pre-LN, has another scheme, is wrapped already, or does not accept the
-        example.
-    :raises MeasurementError: if a block cannot be run again, or does not compute the scheme. In either case the model
-        is left unchanged.
+        example. Or if it is a model of OLMo-core, whose config has to name the scheme before the model is built.
+    :raises MeasurementError: if a block cannot be run again, or does not compute the scheme. In every case the model
+        is left unchanged, in all processes.
 
     Source: arXiv 2502.05795, section 4, for ``lns``.
 
@@ -68,72 +79,10 @@ def apply(
         olmo_lns.apply(vit, norms=[(attn.norm, ff.net[0]) for attn, ff in vit.transformer.layers], example=images)
     """
     with same_outcome_on_every_rank():
-        chosen = as_scheme(scheme)
-        _require_supported(model, chosen, {"blocks": blocks, "norms": norms, "example": example})
-    with same_outcome_on_every_rank():
-        _apply(model, chosen, blocks, norms, example, trained)
+        chosen, integration = as_scheme(scheme), integration_of(model)
+        integration.require_supported(model, chosen, {"blocks": blocks, "norms": norms, "example": example})
+    integration.apply(model, chosen, blocks=blocks, norms=norms, example=example, trained=trained)
     return model
-
-
-def _require_supported(model: nn.Module, scheme: Scheme, given: dict[str, Any]) -> None:
-    """Check, before the model is run, what does not depend on its blocks.
-
-    :param given: the optional arguments of :func:`apply` by their names.
-    """
-    environment.check()
-    any_model.require_unwrapped(model)
-    if framework_of(model) != "megatron":
-        if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
-            raise LNSConfigError(
-                f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
-            )
-        return
-    if scheme.name != "lns":
-        raise LNSConfigError(
-            f"The scheme is {scheme}. The Megatron integration supports lns and its exponent only. Use lns."
-        )
-    if unused := [f"{name}=" for name, value in given.items() if value is not None]:
-        raise LNSConfigError(
-            f"{' and '.join(unused)} was passed for a model of Megatron Core. There the norms are found by the names "
-            "of their modules. Remove the argument."
-        )
-
-
-def _apply(model: Any, scheme: Scheme, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
-    framework = framework_of(model)
-    if framework == "megatron":
-        from olmo_lns.integrations import megatron
-
-        megatron.apply(model, exponent=scheme.parameters["exponent"], trained=trained)
-    elif framework == "transformers":
-        from olmo_lns.integrations import transformers
-
-        transformers.apply(
-            model,
-            scheme,
-            blocks=blocks,
-            norms=norms,
-            example=example,
-            trained=trained,
-            locate=any_model.locate_on_first_rank,
-        )
-    else:
-        blocks = _blocks_of_olmo(model) if framework == "olmo" and blocks is None and norms is None else blocks
-        located = any_model.locate_on_first_rank(model, example, blocks, norms)
-        with sites.stock_on_failure(model):
-            measured = any_model.attach(model, located, scheme, trained=trained)
-            any_model.check_without_hooks(model, located, example)
-        if framework == "olmo":
-            from olmo_lns.integrations.olmo.model import mark_config
-
-            mark_config(model, scheme)
-        any_model.report(model, located, measured, any_model.describe_initialization(model, located))
-
-
-def _blocks_of_olmo(model: Any) -> list[nn.Module]:
-    groups = model.transformer
-    groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
-    return [block for group in groups for block in group]
 
 
 def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
@@ -156,32 +105,9 @@ def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
     """
     any_model.require_unwrapped(model)
     any_model.require_weights(model)
-    framework = framework_of(model)
-    if framework == "transformers":
-        from olmo_lns.integrations import transformers
-
-        return transformers.fold(model, dtype, example=example)
-    if not any(sites.in_model(model)):
-        raise LNSConfigError(
-            f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
-        )
-    if framework == "megatron":
-        raise LNSConfigError(
-            f"fold found a built {type(model).__name__} of Megatron Core, whose weights may be tensor-parallel parts. "
-            "Fold its checkpoint instead: olmo-lns export CHECKPOINT OUT."
-        )
-    if not sites.read_back(model).only_scales_norms(max(site.n_layers for _, _, site in sites.in_model(model))):
-        raise LNSConfigError(
-            f"{type(model).__name__} has the scheme {sites.read_back(model)}, which replaces the forward of the "
-            "blocks. Only schemes that multiply norms can be folded in memory. Save the model, and run olmo-lns "
-            "export CHECKPOINT OUT."
-        )
-    with any_model.undisturbed(model):
-        fold_norms(model, any_model.forward(model, example), dtype)
-    if framework == "olmo":
-        from olmo_lns.integrations.olmo.model import unmark_config
-
-        unmark_config(model)
+    # A part of the model, such as a tower, may be a framework's model whose own config names the scheme.
+    parts = [(module, integration_of(module)) for module in model.modules() if framework_of(module)]
+    fold_model(model, parts, lambda: integration_of(model).forward(model, example), dtype)
     return model
 
 
@@ -212,62 +138,12 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
     Example: ``plain_initialization(config)``, then ``OLMo(config)`` or ``GPTModel(config, ...)``;
     ``plain_initialization(model)`` for nanoGPT.
     """
-    olmo: Any = getattr(target, "model", target)
-    megatron: Any = getattr(target, "transformer", target)
     if isinstance(target, nn.Module):
-        _make_plain(target, blocks, example)
-    elif hasattr(olmo, "init_fn") and hasattr(olmo, "layer_norm_type"):
-        from olmo_lns.integrations.olmo import register
-        from olmo_lns.integrations.olmo.model import request_plain_initialization as request_olmo
-
-        register()
-        request_olmo(olmo)
-    elif hasattr(megatron, "output_layer_init_method"):
-        from olmo_lns.integrations.megatron import plain_initialization as request_megatron
-
-        request_megatron(megatron)
-    else:
-        raise LNSConfigError(
-            f"plain_initialization found a {type(target).__name__}. It expects a built model, or the config of an OLMo "
-            "or a Megatron model before it is built. In OLMo-core, set init_method to normal or fan_in."
-        )
+        line = integration_of(target).make_plain(target, blocks, example)
+        if is_first_process():
+            write_line(line)
+        return target
+    configs = [target, getattr(target, "model", None), getattr(target, "transformer", None)]
+    config = next(filter(framework_of, configs), target)
+    integration_of(config).plain_initialization(config)
     return target
-
-
-def _make_plain(model: Any, blocks: Any, example: Any) -> None:
-    if framework_of(model) == "megatron":
-        raise LNSConfigError(
-            f"plain_initialization found a built {type(model).__name__} of Megatron Core. It expects the model's "
-            "config before the model is built. Call it on the TransformerConfig, or pass --no-scaled-init."
-        )
-    is_marked = any(True for _ in initialization.marked(model))
-    if is_marked and blocks is None and example is None:  # it may be sharded by now
-        line = initialization.make_plain(model)
-    else:
-        line = _locate_and_make_plain(model, blocks, example, is_marked=is_marked)
-    if is_first_process():
-        write_line(line)
-
-
-def _locate_and_make_plain(model: Any, blocks: Any, example: Any, *, is_marked: bool) -> str:
-    """Find the projections of a model, or of one of its towers, and remove their depth factor; return the line."""
-    if not is_marked and any(sites.in_model(model)):
-        raise LNSConfigError(
-            f"{type(model).__name__}: its norms were passed as norms=, so its residual output projections are not "
-            "known and cannot be measured. Draw these weights like all others, without a depth factor."
-        )
-    any_model.require_unwrapped(model)
-    framework = framework_of(model)
-    if framework == "transformers":
-        from olmo_lns.integrations.transformers.scaling import locate
-
-        located = locate(model, example, blocks)
-    else:
-        blocks = _blocks_of_olmo(model) if framework == "olmo" and blocks is None else blocks
-        located = any_model.locate(model, example, blocks)
-    found = nn.ModuleList(located.blocks_of(model))
-    with initialization.marks_restored_on_failure(model):
-        initialization.mark(list(found), located.projections, located.norms_of(model))
-        if any(map(has_no_values, model.parameters())):
-            return "plain initialization: projections found; call it again in every process once the weights are drawn"
-        return initialization.make_plain(model if not is_marked else found)

@@ -19,8 +19,8 @@ class Framework:
     :param installed_as: a module that can be imported only if the framework is installed.
     :param setting: what a user writes to select a scheme, for messages.
     :param option: beginning of the command-line option that selects a scheme, or ``""`` if there is no single option.
-    :param models: beginning of the name of the module with the class from which all its models inherit. It is ``""``
-        if :func:`olmo_lns.apply` does not treat these models differently from others.
+    :param classes: beginnings of the names of the modules that define its models and its configs. A model or a config
+        belongs to the framework if its class, or a base class of it, is from such a module.
     """
 
     module: str
@@ -30,7 +30,7 @@ class Framework:
     installed_as: str
     setting: str
     option: str = ""
-    models: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def integration(self) -> str:
@@ -47,7 +47,7 @@ _ROWS = (
         "olmo",
         setting="--model.layer_norm_type=lns",
         option="--model.layer_norm_type=lns",
-        models="olmo.model",
+        classes=("olmo.model", "olmo.config"),
     ),
     Framework(
         "olmo_core",
@@ -57,6 +57,7 @@ _ROWS = (
         "olmo_core",
         setting="block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}",
         option="--model.block._CLASS_=olmo_lns",
+        classes=("olmo_core.nn.transformer.model", "olmo_core.nn.transformer.config"),
     ),
     Framework(
         "megatron",
@@ -66,7 +67,7 @@ _ROWS = (
         "megatron.core",
         setting="--layernorm-scaling",
         option="--layernorm-scaling",
-        models="megatron.core.",
+        classes=("megatron.core.",),
     ),
     Framework(
         "torchtitan",
@@ -75,6 +76,7 @@ _ROWS = (
         "torchtitan",
         "torchtitan",
         setting="--override.imports olmo_lns.torchtitan.lns",
+        classes=("torchtitan.models.common.decoder",),
     ),
     Framework(
         "transformers",
@@ -83,20 +85,20 @@ _ROWS = (
         "transformers",
         "transformers",
         setting="olmo_lns.apply(model)",
-        models="transformers.modeling_utils",
+        classes=("transformers.modeling_utils",),
     ),
 )
 #: Top-level module -> framework.
 FRAMEWORKS: dict[str, Framework] = {row.module: row for row in _ROWS}
 
 
-def framework_of(model: Any) -> str:
-    """Return the module of the framework whose class a model inherits, or ``""`` for a model of another kind.
+def framework_of(target: Any) -> str:
+    """Return the module of the framework whose class a model or a config inherits, or ``""`` for anything else.
 
     Example: ``framework_of(LlamaForCausalLM(config))`` is ``"transformers"``.
     """
-    modules = [base.__module__ for base in type(model).__mro__]
+    modules = [base.__module__ for base in type(target).__mro__]
     for row in _ROWS:
-        if row.models and any(f"{module}.".startswith(row.models) for module in modules):
+        if any(f"{module}.".startswith(row.classes) for module in modules if row.classes):
             return row.module
     return ""

@@ -10,12 +10,14 @@ import fcntl
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, TypeVar
 
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 def one_process(command: str) -> None:
@@ -85,6 +87,38 @@ def is_first_process() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return (os.environ.get("RANK", "").strip() or "0") == "0"
+
+
+def on_first_rank(function: Callable[[], T]) -> T:
+    """Call a function in the first process of a launch only, and use its outcome in all processes.
+
+    Every process must call this. Use it to read a file on which all processes have to agree, since a read may fail in
+    one process alone.
+
+    :returns: what the function returned. Its type must support pickle.
+    :raises Exception: what the function raised. The other processes raise an :class:`LNSError` with the same text, of
+        the same class if the function raised an :class:`LNSError`.
+
+    Example: ``config = on_first_rank(lambda: json.loads(path.read_text()))``.
+    """
+    import torch.distributed as dist
+
+    is_launch = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not is_launch or dist.get_backend() == "fake":
+        return function()
+    outcome: list[Any] = [None, None]
+    problem: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # the other processes wait for the broadcast
+            problem = error
+            outcome[1] = error if isinstance(error, LNSError) else LNSConfigError(f"{type(error).__name__}: {error}")
+    dist.broadcast_object_list(outcome, src=0)
+    if problem is not None or outcome[1] is not None:
+        raise problem or outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 @contextmanager

@@ -58,6 +58,20 @@ class NormArithmetic:
     returns_input: bool = False
 
 
+def arithmetic_of_torch(norm: Any) -> NormArithmetic | None:
+    """Return the arithmetic of ``nn.LayerNorm`` and ``nn.RMSNorm``, or None for any other module.
+
+    Under tensor parallelism x is a DTensor. The output is multiplied then.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import, so only on use
+
+    if type(norm) is torch.nn.LayerNorm:
+        return NormArithmetic(subtracts_mean=True, multiplied=(DTensor,))
+    if type(norm) is torch.nn.RMSNorm:
+        return NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
+    return None
+
+
 def scaled_norm(module: Any, x: torch.Tensor, arithmetic: NormArithmetic, scale: float, backend: Backend) -> Any:
     """Return ``scale`` times the norm ``module`` of ``x``, with the factor in gain and bias.
 

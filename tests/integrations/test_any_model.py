@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.scaled import ScaledGainNorm
 
 
 def losses(model, steps=3):
@@ -92,6 +93,14 @@ def test_applied_again_it_is_measured_again_and_another_scheme_is_refused(capfd)
     first.forward = lambda x: x
     with pytest.raises(LNSError):
         olmo_lns.apply(model)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.RMSNorm, lambda width: nn.LayerNorm(width, elementwise_affine=False)]
+)
+def test_the_gain_of_torchs_own_norms_is_multiplied(norm):
+    model = olmo_lns.apply(Model(norm=norm), example=IDS)
+    assert {isinstance(each, ScaledGainNorm) for _, each, _ in sites.in_model(model)} == {True}
 
 
 def test_what_a_forward_takes_may_be_given_in_four_ways():

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from olmo_lns import probe, shadow
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.any_model.example import forward, undisturbed
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, norms_to_hook
 from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.refusals import refuse_adapted
+from olmo_lns.processes import on_first_rank
 from olmo_lns.whole_model.blocks import Blocks, find_blocks
 from olmo_lns.whole_model.given_norms import check_given_norms
 from olmo_lns.whole_model.names import norms_example
@@ -131,22 +131,8 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
     :param options: keyword arguments of :func:`locate`.
     :raises LNSError: if :func:`locate` raises in the first process, or the model of this process is different.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return locate(model, *args, **options)
-    result: list[Any] = [None]
     modules = [(name, type(module).__qualname__) for name, module in model.named_modules()]
-    if dist.get_rank() == 0:
-        try:
-            result = [(modules, locate(model, *args, **options))]
-        except Exception as error:  # the other processes wait for a broadcast
-            problem = error if isinstance(error, LNSError) else LNSConfigError(f"{type(error).__name__}: {error}")
-            result = [problem]
-            dist.broadcast_object_list(result, src=0)
-            raise
-    dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], LNSError):
-        raise result[0]
-    first_modules, located = result[0]
+    first_modules, located = on_first_rank(lambda: (modules, locate(model, *args, **options)))
     if modules != first_modules:
         raise LNSConfigError(
             f"This process has a {type(model).__name__} of {len(modules)} modules, but the first process has one of "

@@ -21,11 +21,19 @@ from olmo_lns.schemes import Scheme
 Function = Callable[..., Any]
 
 
+#: True while ``--use-checkpoint-args`` reads arguments, which then replace those of the launch.
+_arguments_are_replaced: ContextVar[bool] = ContextVar("_arguments_are_replaced", default=False)
+
+
 def wrap_load_args(original: Function) -> Function:
     """Wrap ``load_args_from_checkpoint``: use the checkpoint's selection if the command line has no flag for one."""
 
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        result = original(args, *rest, **kwargs)
+        token = _arguments_are_replaced.set(True)
+        try:
+            result = original(args, *rest, **kwargs)
+        finally:
+            _arguments_are_replaced.reset(token)
         # The result is no tuple if there is no checkpoint, or if it has no arguments. If a mismatch is allowed, the
         # command line decides.
         saved = Selection.of_saved(result[1]) if isinstance(result, tuple) else Selection()
@@ -39,9 +47,13 @@ def wrap_load_args(original: Function) -> Function:
 
 
 def wrap_load_base(original: Function) -> Function:
-    """Wrap ``_load_base_checkpoint``: compare the schemes.
+    """Wrap ``_load_base_checkpoint``: compare the schemes as soon as the arguments of the checkpoint are known.
 
-    This happens also with ``--finetune``, under which Megatron itself does not compare arguments.
+    This happens also with ``--finetune``, under which Megatron itself does not compare arguments. For a sharded
+    checkpoint Megatron calls the function twice. The first call, with ``rank0``, reads the arguments, and the second
+    one fills the weights of the model. For other formats it returns the weights with the arguments, and Megatron loads
+    them into the model afterwards. Some versions return no arguments from the first call for their FSDP format, whose
+    weights are filled when the schemes are compared.
     """
     signature = inspect.signature(original)
 
@@ -49,7 +61,8 @@ def wrap_load_base(original: Function) -> Function:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
         state, running, folder = result[0], call.get("args") or launched_arguments(), call.get("load_dir")
-        if call.get("rank0") or not state:  # with rank0, Megatron reads no weights yet
+        has_no_arguments = call.get("rank0") and (_arguments_are_replaced.get() or "args" not in (state or {}))
+        if has_no_arguments or not state:
             return result
         is_teacher = folder is not None and folder == getattr(running, TEACHER_LOAD_ARGUMENT, None)
         compare(state.get("args"), Selection() if is_teacher else Selection.of(running), result[1] or folder)

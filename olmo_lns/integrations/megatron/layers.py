@@ -14,6 +14,7 @@ Other norms are not scaled. These are the norms of q and k (also those inside of
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Callable
 
@@ -64,7 +65,7 @@ def models_in(module: nn.Module) -> list[Any]:
     return models or [module]
 
 
-def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool | None = None) -> int:
+def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | None = None) -> int:
     """Scale and measure the norms of every block of ``model``, and print the start-up line.
 
     :param model: a language model, or a part of one.
@@ -85,6 +86,7 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
     check_config(config)
     located = [place for layer, number in _numbered(model, layers) for place in _norm_sites(layer, number)]
     blocks = _check_numbers(model, config, located)
+    part = ""
     if not drawn:
         by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
         kind = type(model).__name__
@@ -106,7 +108,7 @@ def scale_model(model: Any, selection: Selection, *, drawn: bool, trained: bool 
         for name in dict.fromkeys(name for names in by_norm for name in names)
     ]
     local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
-    initialization = "weights as they were"
+    initialization = "" if part or trained else describe_initialization(model, config)
     if drawn and selection.scaled_init_off:
         width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
         initialization = f"scaled initialization off (output projections: init_method{width})"
@@ -257,6 +259,25 @@ def check_initialization(model: Any, config: Any) -> list[str]:
                 raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
         measured |= check_drawn(weights, std, where=where)
     return ["initialization"] if measured else ["initialization (read back)"]
+
+
+def describe_initialization(model: Any, config: Any) -> str:
+    """Return what the start-up line says about the fresh weights of a model that was built without the scheme."""
+    init, plain = config.output_layer_init_method, config.init_method
+    std, others = (_std(each) if each is not None else 0.0 for each in (init, plain))
+    weights = [(name, weight) for name, weight in model.named_parameters() if _OUTPUT_WEIGHTS.search(name)]
+    try:
+        measured = [check_drawn({name: weight}, std, where=name) for name, weight in weights] if std and others else []
+    except MeasurementError:
+        return "weights as they were"
+    if not any(measured):
+        return "weights as they were"
+    if math.isclose(std, others, rel_tol=0.1):
+        return "scaled initialization off"
+    return (
+        f"scaled initialization found (output projections {std:.2g}, others {others:.2g}): to remove it, apply to the "
+        "TransformerConfig before the model is built"
+    )
 
 
 def _std(init: Callable[[torch.Tensor], object]) -> float:

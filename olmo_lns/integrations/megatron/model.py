@@ -7,9 +7,10 @@ precision, DDP or FSDP, and no weights are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +44,7 @@ def wrap_model_init(original: Function) -> Function:
         original(self, *args, **kwargs)
         if selection.layernorm_scaling:
             if not any(sites.in_model(self)):  # otherwise the base class's constructor did it
-                layers.scale_model(self, selection, drawn=True)
+                layers.attach(self, selection, drawn=True)
         else:
             checked = ", ".join(layers.check_initialization(self, config))
             print_once(
@@ -152,17 +153,40 @@ def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> 
     if not isinstance(target, nn.Module):
         mark_config(target, selection)
         return 0
-    count = 0
-    for model in layers.models_in(target):
-        current = sites.read_back(model)
-        if not current.is_pre_ln and current != selection.scheme:
-            raise LNSConfigError(
-                f"{type(model).__name__} has the scheme {current} already, not {selection.scheme}. Build a new model."
-            )
-        if current.is_pre_ln:
-            count += layers.scale_model(model, selection, drawn=False, trained=trained)
-        else:
-            count += len(list(sites.in_model(model)))
-        if hasattr(model, "config"):
-            selection.store(model.config)
+    with unchanged_on_failure(target):
+        return sum(_apply_to_model(model, selection, trained) for model in layers.models_in(target))
+
+
+@contextlib.contextmanager
+def unchanged_on_failure(module: nn.Module) -> Iterator[None]:
+    """Remove the scheme from a model and from its configs if the ``with`` block raises or is interrupted."""
+    configs = {id(config): config for each in module.modules() if is_config(config := vars(each).get("config"))}
+    names = vars(Selection())
+    before = {
+        number: {name: value for name, value in vars(config).items() if name in names}
+        for number, config in configs.items()
+    }
+    try:
+        with sites.stock_on_failure(module):
+            yield
+    except BaseException:
+        for number, config in configs.items():
+            for name in names:
+                vars(config).pop(name, None)
+            vars(config).update(before[number])
+        raise
+
+
+def _apply_to_model(model: Any, selection: Selection, trained: bool | None) -> int:
+    current = sites.read_back(model)
+    if not current.is_pre_ln and current != selection.scheme:
+        raise LNSConfigError(
+            f"{type(model).__name__} has the scheme {current} already, not {selection.scheme}. Build a new model."
+        )
+    if current.is_pre_ln:
+        count = layers.attach(model, selection, drawn=False, trained=trained)
+    else:
+        count = len(list(sites.in_model(model)))
+    if hasattr(model, "config"):
+        selection.store(model.config)
     return count

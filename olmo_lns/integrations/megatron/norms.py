@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from olmo_lns import scaled
-from olmo_lns.norm import DtypeRule, NormArithmetic
+from olmo_lns.norm import DtypeRule, NormArithmetic, arithmetic_of_torch
 from olmo_lns.norm.dtypes import scaled_parameter
 from olmo_lns.response import Response, first_output
 from olmo_lns.scaled import Scaled, ScaledOutput
@@ -61,10 +61,8 @@ class ScaledGainLinear(Scaled):
 def arithmetic_of(norm: nn.Module) -> NormArithmetic | None:
     """Return the arithmetic of a standalone norm of torch or TE, or None for any other module."""
     norm_class: Any = type(norm)
-    if norm_class is nn.LayerNorm:
-        return NormArithmetic(subtracts_mean=True)
-    if norm_class is nn.RMSNorm:
-        return NormArithmetic(dtypes=DtypeRule.INPUT)
+    if (of_torch := arithmetic_of_torch(norm)) is not None:
+        return of_torch
     names = {base.__name__ for base in norm_class.__mro__}
     of_te = "transformer_engine" in {base.__module__.partition(".")[0] for base in norm_class.__mro__}
     with_residual = "TEFusedResidualRMSNorm" in names

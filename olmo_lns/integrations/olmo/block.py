@@ -1,4 +1,4 @@
-"""OLMo's blocks and norms under a scheme: :func:`apply_scheme` turns a block that OLMo has built into the scheme's.
+"""OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
 
 A scheme that only multiplies the norm in front of a sub-layer changes the two norms and leaves the block its class.
 Any other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`); with the
@@ -180,7 +180,7 @@ def _rows_of_v(block: Any) -> torch.Tensor:
     return weight[max(0, total - rows * width - first) :]
 
 
-def _arithmetic_of(norm: Any) -> NormArithmetic:
+def arithmetic_of(norm: Any) -> NormArithmetic:
     """Return the arithmetic of OLMo's ``RMSLayerNorm``, or that of its ``LayerNorm``."""
     if not hasattr(norm, "low_precision"):
         return NormArithmetic()
@@ -284,7 +284,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
     block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
-def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
+def attach(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
@@ -299,7 +299,7 @@ def apply_scheme(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     if scheme.only_scales_norms(config.n_layers):
         for site in block_sites:
             norm = getattr(block, NORMS[site.sub_layer])
-            width, arithmetic = config.d_model, _arithmetic_of(norm)
+            width, arithmetic = config.d_model, arithmetic_of(norm)
             measured += scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
             sites.mark(norm, site)
         return measured

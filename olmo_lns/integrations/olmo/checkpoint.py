@@ -8,6 +8,7 @@ from typing import Any, Callable
 from olmo_lns import sites
 from olmo_lns.errors import one_line
 from olmo_lns.integrations.olmo import norm_types
+from olmo_lns.processes import on_first_rank
 from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
 
@@ -24,7 +25,8 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
         running = sites.read_back(self.model)
-        saved_type = _saved_type(load_path, args[0] if args else kwargs.get("local_cache"), running)
+        local_cache = args[0] if args else kwargs.get("local_cache")
+        saved_type = on_first_rank(lambda: _saved_type(load_path, local_cache, running))
         saved_scheme, differing = None if saved_type is None else norm_types.scheme_of_type(saved_type), ""
         base = norm_types.base_type(self.model.config.layer_norm_type)
         if saved_scheme == running and not running.is_pre_ln and norm_types.base_type(saved_type) != base:

@@ -43,7 +43,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         weights_drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with norm_types.stock_names(config):
             init(self, config, *args, **kwargs)
-            measured = _apply(self, scheme, initialization, weights_drawn) if selected else []
+            measured = _attach(self, scheme, initialization, weights_drawn) if selected else []
         number = id(config)
         _built[number] = weakref.ref(config, lambda _: _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
@@ -52,7 +52,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> list[str]:
+def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> list[str]:
     """Attach the requested scheme to a model that OLMo has just built.
 
     :param weights_drawn: true if OLMo has drawn the weights. :returns: the measured parts.
@@ -69,7 +69,7 @@ def _apply(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool)
             where = f"block {number}"
             found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, like=found)
             measured.append("block" if found is None else "sites")
-            measured += blocks.apply_scheme(block, scheme, number)
+            measured += blocks.attach(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
     model.lns_initialization = initialization
     if weights_drawn and _finish_draw(model):
@@ -112,25 +112,6 @@ def request_plain_initialization(config: Any) -> None:
         )
     config.lns_plain_initialization = True
     norm_types.requested(config)
-
-
-def mark_config(model: Any, scheme: Scheme) -> None:
-    """Name the scheme in the config of a built model, for :func:`olmo_lns.apply`.
-
-    The config that a loop of one's own saves then names the type, and a resume is compared like the plugin's own.
-    """
-    from olmo.config import InitFnType, LayerNormType
-
-    norm_types.add_members(LayerNormType, InitFnType)  # the start-up hook may not have run
-    base = norm_types.base_type(model.config.layer_norm_type)
-    model.config.layer_norm_type = LayerNormType[norm_types.type_name(scheme, base)]
-
-
-def unmark_config(model: Any) -> None:
-    """Give the config of a folded model OLMo's own names, so that a model built from it applies no factor again."""
-    with norm_types.stock_names(model.config):
-        names = model.config.layer_norm_type, model.config.init_fn
-    model.config.layer_norm_type, model.config.init_fn = names
 
 
 # --- initialization -------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
     return layout
 
 
-def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
+def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
     """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core built from it, and measure the block.
 
     :param block: the block, which is changed.

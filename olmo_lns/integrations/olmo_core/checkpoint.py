@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, one_line
 from olmo_lns.integrations.olmo_core.model import scheme_of_model
+from olmo_lns.processes import on_first_rank
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
@@ -30,15 +31,11 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
-        from olmo_core.distributed.utils import broadcast_object, get_rank
-
-        config: Any = None
-        if get_rank() == 0:  # one process reads, all raise together
-            try:
-                config = read_config(dir)
-            except CheckpointMismatchError as error:
-                config = error
-        config = broadcast_object(config)
+        config: Any
+        try:
+            config = on_first_rank(lambda: read_config(dir))
+        except CheckpointMismatchError as error:
+            config = error
         parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:

@@ -7,12 +7,14 @@ torchtitan and PyTorch's converters ignore the entry, since they only load the e
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from typing import Any, Callable
 
 from olmo_lns.errors import CheckpointMismatchError, one_line
 from olmo_lns.integrations.torchtitan.model import LNS, scheme_of
+from olmo_lns.processes import on_first_rank
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
@@ -55,7 +57,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
             if call.arguments.get("from_hf"):  # names no scheme; the weights are a stock model's
                 saved, says = PRE_LN, "its format is Hugging Face's, which means"
             else:
-                saved, says = _from_rank_zero(folder, running), "its index says"
+                saved, says = on_first_rank(functools.partial(_saved_scheme, folder, running)), "its index says"
             require_same(saved, running, source=folder, setting=_setting, says=says)
         return load(*args, **kwargs)
 
@@ -75,30 +77,17 @@ def running_scheme(manager: Any) -> Scheme:
     return scheme_of(getattr(manager.states.get("model"), "model", ()))
 
 
-def _from_rank_zero(folder: str, running: Scheme) -> Scheme | None:
-    """Return the scheme of a checkpoint, which the first process reads for all processes.
+def _saved_scheme(folder: str, running: Scheme) -> Scheme | None:
+    """Return the scheme of a checkpoint, or None if its index cannot be read and the run is Pre-LN.
 
-    :returns: the scheme, or None if the index cannot be read and the run is Pre-LN.
-    :raises CheckpointMismatchError: if the index cannot be read under another scheme, or names two schemes. All
-        processes raise the error.
+    :raises CheckpointMismatchError: if the index cannot be read under another scheme, or names two schemes.
     """
-    import torch.distributed as dist
-
-    several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-    result: list[Any] = [None]
-    if not several or dist.get_rank() == 0:
-        try:
-            result = [read_scheme(folder)]
-        except CheckpointMismatchError as error:
-            result = [error]
-    if several:
-        dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], Exception):
-        if running.is_pre_ln and result[0].__cause__ is not None:
+    try:
+        return read_scheme(folder)
+    except CheckpointMismatchError as error:
+        if running.is_pre_ln and error.__cause__ is not None:
             return None  # torchtitan reports it
-        raise result[0]
-    scheme: Scheme = result[0]
-    return scheme
+        raise
 
 
 def read_scheme(folder: str) -> Scheme:

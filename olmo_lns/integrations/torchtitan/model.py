@@ -10,7 +10,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.torchtitan import initialization
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
-from olmo_lns.integrations.torchtitan.norms import arithmetic_of
+from olmo_lns.integrations.torchtitan.norms import arithmetic_of, keep_argument_names
 from olmo_lns.integrations.torchtitan.request import Request, request_of
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
@@ -74,8 +74,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
     with sites.stock_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):
             site = sites.Site(scheme, number, n_layers, sub_layer)
-            # Read from the stock forward: torchtitan shards a norm's input by the argument's name.
-            getattr(norm, "_cache_pos_arg_names", lambda: None)()
+            keep_argument_names(norm)
             measured += scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
             sites.mark(norm, site)
         sites.require_complete(decoder, scheme, n_layers)

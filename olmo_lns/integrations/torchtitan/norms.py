@@ -17,6 +17,11 @@ from olmo_lns.norm import DtypeRule, NormArithmetic
 _RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
 
 
+def keep_argument_names(norm: Any) -> None:
+    """Let torchtitan read the names of a module's arguments from its stock forward. It shards the inputs by them."""
+    getattr(norm, "_cache_pos_arg_names", lambda: None)()
+
+
 def arithmetic_of(norm: Any) -> NormArithmetic | None:
     """Return the arithmetic of torchtitan's RMSNorm, or None for any other norm."""
     return _RMS_NORM if type(norm) is RMSNorm else None

@@ -7,11 +7,8 @@ the model a stock one again.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-from olmo_lns import environment
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme, as_scheme
 
 __all__ = ["apply", "fold", "register"]
@@ -41,7 +38,7 @@ def apply(
     example: Any = None,
     initialization: str = "",
     trained: bool | None = None,
-    locate: Any = None,
+    in_every_process: bool = False,
 ) -> Any:
     """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
@@ -53,54 +50,27 @@ def apply(
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks, norms, example, trained: as in :func:`olmo_lns.apply`.
     :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
-    :param locate: finds the norms; default :func:`olmo_lns.integrations.any_model.locate`, in each process by itself.
+    :param in_every_process: true if all processes of a launch make this call. The first one then finds the norms, and
+        an error of one process is raised in all of them.
     :raises LNSConfigError: if the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
     :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
     :raises MeasurementError: if a block cannot be run again. In every case the model is left unchanged.
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
-    from transformers import PreTrainedModel
-
-    from olmo_lns.integrations import any_model
-    from olmo_lns.integrations.transformers import classes, scaling
+    from olmo_lns.integrations.transformers import built
 
     register()
-    environment.check()
-    scheme_value = as_scheme(scheme)
-    if initialization not in ("", "plain", "upstream"):
-        raise LNSConfigError(f"initialization is {initialization!r}, but expected plain or upstream. Pass one of them.")
-    if not isinstance(model, PreTrainedModel):
-        raise LNSConfigError(
-            f"apply found a {type(model).__name__}. It expects a model of transformers. Call olmo_lns.apply."
-        )
-    any_model.require_unwrapped(model)
-    is_attached = isinstance(model, classes.SchemeModel)
-    model_class: Any = type(model)
-    if not is_attached:
-        classes.scheme_class(model_class)  # which may refuse, before the model is changed
-    draw = None if is_attached or trained else initialization or "plain"
-    names = scaling.locate_and_scale(
+    built.apply(
         model,
-        scheme_value,
-        blocks,
-        example,
+        as_scheme(scheme),
+        blocks=blocks,
         norms=norms,
-        initialization=draw,
+        example=example,
+        initialization=initialization,
         trained=trained,
-        find=locate or any_model.locate,
+        in_every_process=in_every_process,
     )
-    if not is_attached:
-        stock_config, config = model.config, copy.deepcopy(model.config)
-        stock_class: Any = type(stock_config)
-        config.__class__, config.lns, config.lns_norms = classes.scheme_class(stock_class), str(scheme_value), names
-        if initialization == "upstream":
-            config.lns_initialization = initialization
-        for module in model.modules():
-            if vars(module).get("config") is stock_config:
-                module.config = config
-        classes.set_scheme_classes(model)
-        classes.forget_origin(model)
     return model
 
 
@@ -118,22 +88,7 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    from olmo_lns.folding import fold_norms
-    from olmo_lns.integrations import any_model
-    from olmo_lns.integrations.transformers import classes, scaling
+    from olmo_lns.integrations.transformers import built
 
-    if not hasattr(model, "lns_made_of"):
-        raise LNSConfigError(
-            f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
-        )
-    any_model.refuse_offloaded(model)
-    classes.require_unchanged(model)
-    with any_model.undisturbed(model):
-        fold_norms(model, any_model.forward(model, scaling.usual_example(model) if example is None else example), dtype)
-    for module in (model.config, *model.modules()):
-        if isinstance(module, classes.SchemeClass):
-            module.__class__ = module.lns_made_of
-    for name in ("lns", "lns_norms", "lns_initialization"):
-        vars(model.config).pop(name, None)
-    classes.restore_stock_names(model.config)
+    built.fold(model, dtype, example)
     return model

@@ -175,8 +175,15 @@ def scheme_class(stock: Any) -> Any:
     return scheme_model
 
 
-def restore_stock_names(config: Any) -> None:
-    """Set the stock names of classes in the config of a folded model."""
+def restore_stock_class(model: Any) -> None:
+    """Give a model whose factors were folded, and its config, their stock classes and names."""
+    model.__class__ = model.lns_made_of
+    config: Any = model.config
+    if not hasattr(config, "lns_made_of"):
+        return
+    config.__class__ = config.lns_made_of
+    for name in ("lns", "lns_norms", "lns_initialization"):
+        vars(config).pop(name, None)
     if config.architectures:
         config.architectures = list(map(stock_name, config.architectures))
     if references := vars(config).pop("auto_map", None):
@@ -234,15 +241,26 @@ def require_unchanged(model: Any) -> None:
     sites.require_complete(model, scheme_of(model.config), n_layers)
 
 
+def require_free_names(model: Any) -> None:
+    """Make the classes that :func:`set_scheme_classes` sets, which may be refused, before the model is changed."""
+    for module in _with_config_of(model):
+        kind: Any = type(module)
+        scheme_class(kind)
+
+
 def set_scheme_classes(model: Any) -> None:
     """Set the scheme classes of ``model`` and of the models in it with the same config (a head's base model)."""
+    for module in _with_config_of(model):
+        kind: Any = type(module)
+        module.__class__ = scheme_class(kind)
+
+
+def _with_config_of(model: Any) -> list[Any]:
+    """Return the stock models in ``model`` that have its config, such as itself and the base model of a head."""
     from transformers import PreTrainedModel
 
-    for module in model.modules():
-        shares_config = isinstance(module, PreTrainedModel) and module.config is model.config
-        if shares_config and not isinstance(module, SchemeModel):
-            kind: Any = type(module)
-            module.__class__ = scheme_class(kind)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [each for each in models if each.config is model.config and not isinstance(each, SchemeModel)]
 
 
 def forget_origin(model: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, Iterator
 
 import torch
@@ -20,6 +20,7 @@ from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import arithmetic_of
+from olmo_lns.processes import same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme
 from olmo_lns.shadow import device_of, has_no_values
 
@@ -94,18 +95,20 @@ def locate_and_scale(
     norms: Any = None,
     initialization: str | None = None,
     trained: bool | None = True,
-    find: Callable[..., Located] = any_model.locate,
+    in_every_process: bool = False,
 ) -> dict[str, Any]:
     """Find the norms, scale them if they are stock, measure the model, and write the start-up line.
 
     :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
     :param trained: as in :func:`olmo_lns.apply`.
+    :param in_every_process: as in :func:`olmo_lns.integrations.transformers.apply`.
     :returns: the norms, as in :func:`names_by_path`.
     :raises LNSConfigError: if a scheme does not support the model.
     :raises MeasurementError: if the model does not follow the scheme. It is left unchanged.
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
+    find = any_model.locate_on_first_rank if in_every_process else any_model.locate
     located = locate(model, example, blocks, norms, find)
     names = names_by_path(model, located)
     if getattr(model.config, "lns_norms", names) != names:
@@ -113,11 +116,16 @@ def locate_and_scale(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, but the model has {names}. "
             "This version of transformers builds the family in another way. Apply the scheme to a stock model."
         )
-    with sites.stock_on_failure(model):
+    with sites.stock_on_failure(model), same_outcome_on_every_rank() if in_every_process else nullcontext():
         measured = any_model.attach(model, located, scheme, arithmetic_of, trained=trained)
         with _without_cache(model):
             any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
-        text = settle_initialization(model, located, initialization)
+        found, is_removed = judge_initialization(model, located, initialization)
+    if is_removed:
+        drawing.make_plain(model, found)
+        found = drawing.measure(model)
+    keeps = "upstream" in (initialization, getattr(model.config, "lns_initialization", ""))
+    text = f"scaled initialization on ({found.values})" if found and found.is_scaled and keeps else str(found or "")
     for _, norm, _ in sites.in_model(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
@@ -191,17 +199,21 @@ def located_by_names(model: Any, norms: dict[str, Any]) -> Located:
     return Located(path, tuple(blocks), paths, ((),) * len(paths), int(width), sites_from="the config")
 
 
-def settle_initialization(model: Any, located: Located, initialization: str | None) -> str:
-    """Remove the depth factor with which the family draws its fresh weights; return the text of the start-up line.
+def judge_initialization(
+    model: Any, located: Located, initialization: str | None
+) -> tuple[drawing.Initialization | None, bool]:
+    """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
-    Weights that the family's own initialization does not scale are left as they are.
+    It is removed if the family draws it. Weights that the family's own initialization does not scale are left as they
+    are.
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
+    :returns: the measured initialization, or None for trained weights; and true if the factor is to be removed.
     :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.
     """
     matrices = drawing.matrices_of(located.blocks_of(model))
     if drawing.trained_part(located.norms_of(model), matrices):  # such as weights that load_state_dict filled
-        return ""
+        return None, False
     found = drawing.measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in DEPTH_SCALED
     if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, located) == "":
@@ -211,14 +223,8 @@ def settle_initialization(model: Any, located: Located, initialization: str | No
             "initialization of this version of transformers, call olmo_lns.integrations.transformers.apply(model, "
             'initialization="upstream").'
         )
-    if not found.is_scaled:
-        return str(found)
-    if "upstream" in (initialization, getattr(model.config, "lns_initialization", "")):
-        return f"scaled initialization on ({found.values})"
-    if initialization == "plain" and found.rule == _rule_of_family(model, located):
-        drawing.make_plain(model, found)
-        found = drawing.measure(model)
-    return str(found)
+    keeps = getattr(model.config, "lns_initialization", "") == "upstream" or initialization != "plain"
+    return found, found.is_scaled and not keeps and found.rule == _rule_of_family(model, located)
 
 
 def _rule_of_family(model: Any, located: Located) -> str | None:

@@ -184,6 +184,23 @@ def test_a_checkpoint_of_another_scheme_is_refused(running, saved, words, monkey
     assert load(parse(*running), parse(*saved))[1] == "iter_7"
 
 
+def test_the_arguments_are_compared_when_they_are_read_first():
+    """A sharded checkpoint is read twice: with rank0 its arguments alone, before the weights of the model are filled."""
+    calls = []
+
+    def _load_base_checkpoint(load_dir, args, rank0=False):
+        calls.append(rank0)
+        return {"args": parse(LNS)}, "iter_7", False, None
+
+    wrapped = checkpoint.wrap_load_base(_load_base_checkpoint)
+    with pytest.raises(CheckpointMismatchError, match="says lns, but this run has preln"):
+        wrapped("folder", parse(), rank0=True)
+    args = parse()  # which --use-checkpoint-args fills from such a call
+    read = checkpoint.wrap_load_args(lambda args: (args, wrapped("folder", args, rank0=True)[0]["args"]))
+    read(args)
+    assert Selection.of(args) == Selection(True) and calls == [True, True]
+
+
 def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     for words in ((), (LNS,), (LNS, KEEP), (PLAIN,)):
         assert load(parse(*words), parse(*words))[1] == "iter_7"

@@ -50,6 +50,17 @@ def test_a_run_resumes_and_refuses_another_scheme(saved, tree):
         refused(pretrain(tree, "--load", saved[()], LNS, *more), "its config says preln.*but this run has lns")
 
 
+def test_the_scheme_is_compared_before_a_weight_is_read(saved, tree, tmp_path):
+    """Without the files of the weights, another scheme is still what stops the run."""
+    folder = tmp_path / "saved"
+    shutil.copytree(saved[(LNS,)], folder)
+    weights = list(folder.rglob("*.distcp"))
+    for path in weights:
+        path.unlink()
+    refused(pretrain(tree, "--load", folder), "CheckpointMismatchError: .*its config says lns.*this run has preln")
+    assert weights and "CheckpointMismatchError" not in pretrain(tree, "--load", folder, LNS).text
+
+
 def test_training_equals_the_reference_and_stock_is_stock(tree):
     """A stock launch under hooks, with the plugin off. Two pipeline stages: scripts/snapshots.py."""
     lns, installed = pretrain(tree, LNS).losses(), pretrain(tree).losses()

@@ -13,7 +13,7 @@ from support.hooked import hooked
 import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
-from olmo_lns.integrations.megatron import apply, plain_initialization
+from olmo_lns.integrations.megatron import apply, plain_initialization, printing
 
 
 def test_mtp_layers_continue_the_numbers_of_the_blocks():
@@ -88,6 +88,16 @@ def test_a_built_model_that_was_trained_is_refused_unless_it_is_said():
         apply([model])
     assert tiny.scaled_norms(model) == []
     assert apply([model], trained=True) == 2 * tiny.LAYERS
+
+
+@pytest.mark.parametrize(("scaled", "text"), [(True, "found (output projections 0.0071, others 0.02)"), (False, "off")])
+def test_apply_to_a_built_model_reports_its_initialization(scaled, text, capsys):
+    config = tiny.config()
+    if not scaled:
+        olmo_lns.plain_initialization(config)
+    printing._printed.clear()
+    olmo_lns.apply(tiny.build(config))
+    assert f"scaled initialization {text}" in capsys.readouterr().out
 
 
 def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():

@@ -12,6 +12,7 @@ import olmo_lns
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.processes import process_group
+from olmo_lns.scaled import ScaledGainNorm
 
 register()
 
@@ -83,6 +84,13 @@ def test_apply_in_a_loop_of_ones_own_is_named_in_the_saved_config_and_compared(t
         Running("rms").restore_checkpoint(folder, load_optimizer_state=False)
     (running := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
     assert running.loaded
+
+
+def test_apply_to_a_built_model_uses_olmos_arithmetic_as_the_flag_does():
+    model = olmo_lns.apply(build(perturb=False, layer_norm_type="rms"), "lns")
+    flag = build(perturb=False, layer_norm_type="lns_rms")
+    blocks = zip(model.transformer.blocks, flag.transformer.blocks, strict=True)
+    assert all(type(a.ff_norm) is type(b.ff_norm) and isinstance(a.ff_norm, ScaledGainNorm) for a, b in blocks)
 
 
 def test_a_folded_model_and_its_config_are_stock(tmp_path):

@@ -13,6 +13,8 @@ from olmo_core.nn.transformer import TransformerConfig
 from support import launch
 from support import olmo_core_models as small
 
+import olmo_lns
+from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import BlockConfig, apply
 
@@ -32,6 +34,15 @@ def test_flags_of_an_unmodified_launch_select_the_scheme():
             small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
     same = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"])
     assert same.block.exponent == 0.5
+
+
+def test_a_built_model_is_refused_since_its_checkpoints_would_not_name_the_scheme():
+    model = small.config().build()
+    with pytest.raises(LNSConfigError, match=r"olmo_lns\.olmo_core\.apply\(config, \"lns\"\), then config\.build"):
+        olmo_lns.apply(model)
+    assert not any(sites.in_model(model))
+    under = apply(small.config(), "lns").build()
+    assert olmo_lns.apply(under) is under  # it is measured again
 
 
 @pytest.mark.parametrize("name", ["olmo_lns.BlockConfig", "olmo_lns.olmo_core.BlokConfig"])

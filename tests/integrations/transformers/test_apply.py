@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.transformers_models import MODELS, blocks, hooked, inputs, same, stock
 
+import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, fold
@@ -153,3 +154,31 @@ def test_weights_that_a_state_dict_brought_are_not_drawn_anew():
     assert torch.equal(
         apply(model, trained=True).transformer.h[1].mlp.c_proj.weight, trained.transformer.h[1].mlp.c_proj.weight
     )
+
+
+def test_a_tower_is_folded_with_the_model_that_has_it_and_loses_its_scheme():
+    """Also in a model of another framework. The config of the tower names the scheme, not that of the whole model."""
+    tower = stock("llama")
+    wrapper = torch.nn.Sequential(tower)
+    olmo_lns.apply(tower, trained=True)
+    ids = inputs("llama")["input_ids"]
+    expected = tower(ids).logits.detach()
+    assert olmo_lns.fold(wrapper, example=lambda model: model[0](ids)) is wrapper
+    assert not any(sites.in_model(wrapper)) and type(tower).__mro__ == type(stock("llama")).__mro__
+    assert type(tower.config) is type(stock("llama").config) and not hasattr(tower.config, "lns")
+    torch.testing.assert_close(tower(ids).logits, expected)
+
+
+def test_a_scaled_tower_of_a_stock_model_of_transformers_is_folded():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**sizes, vocab_size=96)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=90)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.arange(3, 11)[None]
+    olmo_lns.apply(tower := model.model.language_model)
+    expected = model(input_ids=ids).logits.detach()
+    olmo_lns.fold(model, example={"input_ids": ids})
+    assert not any(sites.in_model(model)) and not hasattr(tower, "lns_made_of")
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)

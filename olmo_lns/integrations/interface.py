@@ -1,0 +1,176 @@
+"""The interface of an integration for models that are built already.
+
+:class:`Integration` says what ``olmo_lns.apply``, ``olmo_lns.fold`` and ``olmo_lns.plain_initialization`` need of a
+framework. It is complete by itself, as the integration of any PyTorch model. A framework that differs has a subclass in
+its module ``built``, whose instance is called ``INTEGRATION``, and overrides only what differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Sequence
+
+from torch import nn
+
+from olmo_lns import environment, initialization, sites
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.folding import fold_norms
+from olmo_lns.integrations import any_model
+from olmo_lns.integrations.any_model import Located
+from olmo_lns.norm import NormArithmetic, arithmetic_of_torch
+from olmo_lns.processes import same_outcome_on_every_rank
+from olmo_lns.schemes import Scheme
+from olmo_lns.shadow import has_no_values
+
+__all__ = ["Integration", "fold_model"]
+
+#: Number of blocks for which the plans of a scheme are checked. The number of the model's blocks is not known yet.
+_SOME_DEPTH = 8
+
+
+class Integration:
+    """What the public functions need of a framework. This class itself is for models of no framework."""
+
+    # --- what is known about a framework's models
+
+    def blocks_of(self, model: Any) -> Sequence[nn.Module] | None:
+        """Return the blocks of a model in order. None means that they have to be found."""
+        return None
+
+    def arithmetic_of(self, norm: nn.Module) -> NormArithmetic | None:
+        """Return the arithmetic of a norm, or None if it is unknown. The output of such a norm is multiplied."""
+        return arithmetic_of_torch(norm)
+
+    def forward(self, model: nn.Module, example: Any) -> Callable[[], Any]:
+        """Return a function that runs one forward of a model on ``example`` or, if this is None, on a usual input."""
+        return any_model.forward(model, example)
+
+    def locate(
+        self,
+        model: nn.Module,
+        example: Any,
+        blocks: Sequence[nn.Module] | None,
+        norms: Sequence[Any] | None = None,
+        find: Callable[..., Located] = any_model.locate,
+    ) -> Located:
+        """Find the norms in front of the branches of a model.
+
+        :param find: :func:`~olmo_lns.integrations.any_model.locate`, or the function that does so in the first process.
+        """
+        blocks = self.blocks_of(model) if blocks is None and norms is None else blocks
+        return find(model, example, blocks, norms, arithmetic_of=self.arithmetic_of)
+
+    # --- apply
+
+    def require_supported(self, model: nn.Module, scheme: Scheme, given: Mapping[str, Any]) -> None:
+        """Check, before a model is run, what does not depend on its blocks.
+
+        :param given: the optional arguments of :func:`olmo_lns.apply` by their names.
+        :raises LNSConfigError: if the integration does not support the scheme, the model or an argument.
+        """
+        environment.check()
+        any_model.require_unwrapped(model)
+        if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
+            raise LNSConfigError(
+                f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
+            )
+
+    def apply(self, model: Any, scheme: Scheme, *, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
+        """Apply a scheme to a built model. Every process of a launch must call this.
+
+        If it raises in one process, it raises in all of them, and each leaves its model unchanged.
+
+        :param blocks, norms, example, trained: as in :func:`olmo_lns.apply`.
+        """
+        with same_outcome_on_every_rank():
+            located = self.locate(model, example, blocks, norms, any_model.locate_on_first_rank)
+        with sites.stock_on_failure(model), same_outcome_on_every_rank():
+            measured = any_model.attach(model, located, scheme, self.arithmetic_of, trained=trained)
+            any_model.check_without_hooks(model, located, example)
+            found = any_model.describe_initialization(model, located)
+        self.record_scheme(model, scheme)
+        any_model.report(model, located, measured, found)
+
+    def record_scheme(self, model: Any, scheme: Scheme) -> None:
+        """Name the scheme in the config of a model, if the framework saves this config with a checkpoint."""
+
+    # --- fold
+
+    def require_foldable(self, model: Any) -> None:
+        """Check that a scheme can be folded into the weights of a model.
+
+        :raises LNSConfigError: if it cannot.
+        """
+
+    def remove_scheme(self, model: Any) -> None:
+        """Remove the scheme from the config and the class of a model whose factors have been folded."""
+
+    # --- plain initialization
+
+    def plain_initialization(self, config: Any) -> None:
+        """Mark a config, so that the model which is built from it is initialized without a depth factor.
+
+        :raises LNSConfigError: if the framework has no such config.
+        """
+        raise LNSConfigError(
+            f"plain_initialization found a {type(config).__name__}. It expects a built model, or the config of an OLMo "
+            "or a Megatron model before it is built."
+        )
+
+    def make_plain(self, model: nn.Module, blocks: Any, example: Any) -> str:
+        """Remove the depth factor from the weights of a built model.
+
+        :param blocks, example: as in :func:`olmo_lns.apply`.
+        :returns: a line that describes the change.
+        :raises LNSConfigError: if the weights are trained or were drawn by another rule. Nothing is changed then.
+        """
+        is_marked = any(True for _ in initialization.marked(model))
+        if is_marked and blocks is None and example is None:  # it may be sharded by now
+            return initialization.make_plain(model)
+        if not is_marked and any(sites.in_model(model)):
+            raise LNSConfigError(
+                f"{type(model).__name__}: its norms were passed as norms=, so its residual output projections are not "
+                "known and cannot be measured. Draw these weights like all others, without a depth factor."
+            )
+        any_model.require_unwrapped(model)
+        located = self.locate(model, example, blocks)
+        found = nn.ModuleList(located.blocks_of(model))
+        with initialization.marks_restored_on_failure(model):
+            initialization.mark(list(found), located.projections, located.norms_of(model))
+            if any(map(has_no_values, model.parameters())):
+                return (
+                    "plain initialization: projections found; call it again in every process once the weights are drawn"
+                )
+            return initialization.make_plain(model if not is_marked else found)
+
+
+def fold_model(
+    model: nn.Module,
+    parts: Sequence[tuple[nn.Module, Integration]],
+    forward: Callable[[], Callable[[], Any]],
+    dtype: Any = None,
+) -> None:
+    """Fold the factors of a model into its weights, and remove the scheme from the configs of its parts.
+
+    :param parts: the models of a framework in ``model``, which may be itself or a tower, with their integrations.
+    :param forward: returns the function that runs one forward of the model.
+    :param dtype: as in :func:`olmo_lns.fold`.
+    :raises LNSConfigError: if the model has no scheme, or its factors cannot be folded. The model is left unchanged.
+    :raises MeasurementError: if the output would change. The model is left unchanged.
+    """
+    model_sites = [site for _, _, site in sites.in_model(model)]
+    if not model_sites:
+        raise LNSConfigError(
+            f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
+        )
+    for part, integration in parts:
+        integration.require_foldable(part)
+    if not sites.read_back(model).only_scales_norms(max(site.n_layers for site in model_sites)):
+        raise LNSConfigError(
+            f"{type(model).__name__} has the scheme {sites.read_back(model)}, which replaces the forward of the "
+            "blocks. Only schemes that multiply norms can be folded in memory. Save the model, and run olmo-lns "
+            "export CHECKPOINT OUT."
+        )
+    with any_model.undisturbed(model):
+        fold_norms(model, forward(), dtype)
+    for part, integration in parts:
+        integration.remove_scheme(part)
