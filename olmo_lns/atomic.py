@@ -10,7 +10,7 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file under a temporary name and rename it. A killed process or a full disk leaves no partial file.
 
     Text is written as UTF-8. File names in it that the locale cannot decode keep their bytes. If ``path`` is a symbolic
-    link, the file behind it is replaced.
+    link, the file to which it leads is replaced.
 
     :raises OSError: if the folder is not writable.
     """

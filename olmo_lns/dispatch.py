@@ -59,7 +59,7 @@ def apply(
     :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks: the blocks in order, if the model has several lists that could hold them.
     :param norms: the norms themselves, if no module runs a block or its blocks cannot be found: for each block, in
-        order from block 1, the norms in front of attention and feed-forward, or one norm that both read.
+        order from block 1, the norms before attention and feed-forward, or one norm that both read.
     :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
         that runs the forward. The default is 8 random token ids.
     :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if

@@ -32,7 +32,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     """OLMo-core's block config with a scheme; every other field and its meaning are OLMo-core's.
 
     :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
-        ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm behind the sub-layer.
+        ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm after the sub-layer.
     :param exponent: exponent p of the factor l ** -p, l from 1; None means 0.5, the paper's.
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
     :raises LNSConfigError: if a value is not allowed, or the scheme does not support the type of the block.

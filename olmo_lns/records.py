@@ -109,7 +109,7 @@ def require_same(
     :param source: name or path of the checkpoint, for the message.
     :param setting: a function that returns what the user has to type for a scheme, such as ``--layernorm-scaling``.
     :param differing: description of another difference, such as the base norm. It counts as a mismatch.
-    :param says: the words that stand in front of the saved scheme in the message.
+    :param says: the words that stand before the saved scheme in the message.
     :raises CheckpointMismatchError: if the two differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
 
     Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.

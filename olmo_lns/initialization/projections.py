@@ -27,7 +27,7 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     of modules and the order of a matrix's dimensions do not matter.
 
     :param block: a block with random parameters. Each of them is changed and restored.
-    :param moved: runs the block on a fixed x with its sites held, and returns block(x) - x, shape (…, channels).
+    :param moved: runs the block on a fixed x with its sites frozen, and returns block(x) - x, shape (…, channels).
     :param same: two results count as equal if their relative difference is below this value.
     :returns: name of each projection -> the dimension of the parameter that counts the channels of the stream.
 

@@ -5,11 +5,11 @@ norms. The probe finds them by an experiment. It needs to know neither the class
 modules, so it also works for models that this package has never seen.
 
 Take a block that computes ``y = x + attn(norm1(x))`` and returns ``y + mlp(norm2(y))``. The probe replaces the outputs
-of ``norm1`` and ``norm2`` by fixed random tensors ``h1`` and ``h2``. We say that it *holds* these two norms. It then
+of ``norm1`` and ``norm2`` by fixed random tensors ``h1`` and ``h2``. We say that it *freezes* these two norms. It then
 runs the block on two different streams x, and compares the two runs in two places:
 
 * ``block(x) - x`` is ``attn(h1) + mlp(h2)`` in both runs, since neither branch sees x any more.
-* The input of each held norm minus x is 0 for ``norm1`` and ``attn(h1)`` for ``norm2``, again in both runs.
+* The input of each frozen norm minus x is 0 for ``norm1`` and ``attn(h1)`` for ``norm2``, again in both runs.
 
 Both are independent of x, so the branches read the stream through ``norm1`` and ``norm2`` and nowhere else. The probe
 refuses a Post-LN block, ``norm1(x + attn(x))``, because its output is ``h1`` in both runs and ``block(x) - x`` differs.
@@ -36,7 +36,7 @@ Read the modules in this order. Each imports only those above it.
 * ``call``: the arguments of a block in a forward, and how to run it again on them.
 * ``recognize``: whether a module is a norm.
 * ``copies``: a copy of the block with random parameters.
-* ``replay``: run the copy while norms are held or outputs are changed, and compare.
+* ``replay``: run the copy while norms are frozen or outputs are changed, and compare.
 * ``norms``: the norms of the block.
 * ``branches``, ``checks``: what else must hold, one function for each kind of block that is refused.
 * ``projections``: the last matrices of the branches.

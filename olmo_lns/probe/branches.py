@@ -92,7 +92,7 @@ def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
 class NeutralBranch:
     """What the branch of one site adds to the stream while gains and biases are neutral.
 
-    The output of the site is its held tensor.
+    The output of the site is its frozen tensor.
 
     :param name: the site that the branch reads.
     :param zero: ``block(x) - x`` while the output of the site is zero.
@@ -175,7 +175,7 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
     # Both outputs may belong to one branch. The second is a separate branch only if the block still depends on it
     # while the output that mixes positions is replaced by zeros.
     for first, second in itertools.product(mixing, others):
-        held: dict[nn.Module, Change] = {first: torch.zeros_like}
-        if not replay.is_equal(replay.delta(held), replay.delta({**held, second: roll_channels})):
+        frozen: dict[nn.Module, Change] = {first: torch.zeros_like}
+        if not replay.is_equal(replay.delta(frozen), replay.delta({**frozen, second: roll_channels})):
             return True
     return False

@@ -82,7 +82,7 @@ def check_one_stream(replay: Replay, site_names: str) -> None:
     if not outside:
         return
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
-    still, moved = (replay.inputs_of(outside, held=replay.names, changes=each) for each in ({}, changes))
+    still, moved = (replay.inputs_of(outside, frozen=replay.names, changes=each) for each in ({}, changes))
     suspects = {name for name in still.keys() & moved.keys() if replay.is_equal(still[name], moved[name])}
     varied: set[str] = set()  # norms that read an argument, or something that the block computes from one
     unchanged: set[str] = set()  # norms that read an argument which the block does not update, such as shared keys

@@ -1,7 +1,7 @@
 """Find the norms of a block, and how each of them reads the stream.
 
 The block runs once, and each module that may be a norm is tested by what it computes (:mod:`olmo_lns.probe.recognize`).
-A norm inside of another norm does not count. Then the block runs twice while all norms are held, on two streams. The
+A norm inside of another norm does not count. Then the block runs twice while all norms are frozen, on two streams. The
 input of a norm of the stream changes by exactly the change of the stream, in some order of the dimensions, since images
 may have their channels first.
 """
@@ -20,7 +20,7 @@ from olmo_lns.response import first_output
 
 
 def find_norms(replay: Replay) -> None:
-    """Find the norms of a block, and store them with their held outputs and shapes in ``replay``.
+    """Find the norms of a block, and store them with their frozen outputs and shapes in ``replay``.
 
     :raises NotPreLN: if a norm of the stream runs several times.
     """
@@ -52,10 +52,10 @@ def find_norms(replay: Replay) -> None:
                 raise NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
             replay.norms[name] = leaves[name]
         if len(norm_calls) == 1:
-            replay.all_norms[name], replay.held[name] = leaves[name], replay.draw(y)
+            replay.all_norms[name], replay.frozen[name] = leaves[name], replay.draw(y)
     # A norm may contain another norm, to whose output it applies its own gain or bias. Only the outer one counts.
     for inner in [name for name in calls_by_name if any(name.startswith(f"{outer}.") for outer in replay.all_norms)]:
-        for found in (replay.norms, replay.all_norms, replay.held):
+        for found in (replay.norms, replay.all_norms, replay.frozen):
             found.pop(inner, None)
     for name in [name for name in replay.norms if name not in replay.all_norms]:  # ran several times
         del replay.norms[name]
@@ -71,7 +71,7 @@ def _find_layouts(replay: Replay) -> None:
     x, names = replay.x, [*replay.norms]
     usual = tuple(range(x.dim()))
     replay.layouts = dict.fromkeys(names, usual)
-    inputs = [replay.inputs_of(names, held=names, x=stream) for stream in (x, replay.second_input)]
+    inputs = [replay.inputs_of(names, frozen=names, x=stream) for stream in (x, replay.second_input)]
     moved = (x - replay.second_input).double()
     orders = [usual, *(order for order in itertools.permutations(usual) if order != usual)]
     for name in names:

@@ -1,8 +1,8 @@
-"""Repeat one block while norms are held or outputs are changed.
+"""Repeat one block while norms are frozen or outputs are changed.
 
 A :class:`Replay` has a copy of a block and the call that the block received. Its method :meth:`Replay.run` runs the
-copy while the outputs of some norms are replaced by fixed random tensors. We say that these norms are *held*. The
-method returns what the block adds to its stream, and what each held norm read. All other methods are short forms of
+copy while the outputs of some norms are replaced by fixed random tensors. We say that these norms are *frozen*. The
+method returns what the block adds to its stream, and what each frozen norm read. All other methods are short forms of
 such a run. The class only runs and compares, and other modules decide what a result means for the block.
 """
 
@@ -25,7 +25,7 @@ Hook = Callable[..., Any]
 #: A function that is applied to the output of a module.
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-#: What the block adds to its stream, and the input of each held norm minus the stream.
+#: What the block adds to its stream, and the input of each frozen norm minus the stream.
 Result = tuple[torch.Tensor, list[torch.Tensor]]
 
 #: Two fp32 results count as equal if their relative difference is below this value.
@@ -55,13 +55,13 @@ class Replay:
         #: as the stream, ``all_norms`` has all.
         self.norms: dict[str, nn.Module] = {}
         self.all_norms: dict[str, nn.Module] = {}
-        #: Norm -> the random tensor that replaces its output while the norm is held.
-        self.held: dict[str, torch.Tensor] = {}
+        #: Norm -> the random tensor that replaces its output while the norm is frozen.
+        self.frozen: dict[str, torch.Tensor] = {}
         #: Norm -> the order of the stream's dimensions in which it reads the stream.
         self.layouts: dict[str, tuple[int, ...]] = {}
         #: Norm -> the shape of its input.
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: The sites once they are found. The methods below hold these norms unless others are named.
+        #: The sites once they are found. The methods below freeze these norms unless others are named.
         self.names: tuple[str, ...] = ()
         self._reference_delta: torch.Tensor | None = None
         self._results: list[Result] = []
@@ -91,24 +91,24 @@ class Replay:
         *,
         call: Call | None = None,
     ) -> Result:
-        """Hold these norms, run the block on ``x``, and return ``block(x) - x`` and the input of each norm minus x.
+        """Freeze these norms, run the block on ``x``, and return ``block(x) - x`` and the input of each norm minus x.
 
-        :param x: the stream in front of the block.
-        :param names: names of the norms that are held.
-        :param changes: module -> a function that is applied to its output. For a held norm it is applied to the held
-            tensor.
+        :param x: the stream before the block.
+        :param names: names of the norms that are frozen.
+        :param changes: module -> a function that is applied to its output. For a frozen norm it is applied to the
+            frozen tensor.
         :param call: arguments of the block if they are not those of the model's forward.
         """
         inputs: dict[str, torch.Tensor] = {}
 
-        def hold(name: str) -> Hook:
+        def freeze(name: str) -> Hook:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                value, y, held = normalized_input(args, kwargs), first_output(output), self.held[name]
-                if y.numel() != held.numel():  # training may run a branch on a part of the batch
-                    return replace_first(output, held[: len(y)].reshape(y.shape).clone())
+                value, y, frozen = normalized_input(args, kwargs), first_output(output), self.frozen[name]
+                if y.numel() != frozen.numel():  # training may run a branch on a part of the batch
+                    return replace_first(output, frozen[: len(y)].reshape(y.shape).clone())
                 reads_stream = name in self.norms and value.numel() == x.numel()
                 inputs[name] = self.as_stream(name, value) - x.detach().double() if reads_stream else value
-                return replace_first(output, held.reshape(y.shape).clone())
+                return replace_first(output, frozen.reshape(y.shape).clone())
 
             return hook
 
@@ -116,14 +116,14 @@ class Replay:
             return lambda module, args, output: replace_first(output, function(first_output(output)))
 
         x = x.detach().requires_grad_(torch.is_grad_enabled())  # the block may read it
-        handles = [self.all_norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
+        handles = [self.all_norms[name].register_forward_hook(freeze(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
         with hooks(handles):
             delta = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
         return delta, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def delta(self, changes: Mapping[nn.Module, Change] | None = None) -> torch.Tensor:
-        """Hold the sites, run the block, and return ``block(x) - x``.
+        """Freeze the sites, run the block, and return ``block(x) - x``.
 
         :param changes: module -> a function that is applied to its output.
         """
@@ -131,7 +131,7 @@ class Replay:
 
     @property
     def reference_delta(self) -> torch.Tensor:
-        """``block(x) - x`` while the sites are held and nothing is changed. It is computed once in each mode."""
+        """``block(x) - x`` while the sites are frozen and nothing is changed. It is computed once in each mode."""
         if self._reference_delta is None:
             self._reference_delta = self.delta()
         return self._reference_delta
@@ -141,7 +141,7 @@ class Replay:
         self._reference_delta = delta
 
     def effect(self, *modules: nn.Module, change: Change | None = None) -> torch.Tensor:
-        """Hold the sites, change the outputs of these modules, and return by how much the block's output changes.
+        """Freeze the sites, change the outputs of these modules, and return by how much the block's output changes.
 
         :param change: the function that is applied to each output; the default shuffles the channels.
         """
@@ -151,13 +151,13 @@ class Replay:
         self,
         names: Sequence[str],
         *,
-        held: Sequence[str],
+        frozen: Sequence[str],
         x: torch.Tensor | None = None,
         changes: Mapping[nn.Module, Change] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what each of these norms reads while the norms ``held`` are held.
+        """Return what each of these norms reads while the norms ``frozen`` are frozen.
 
-        :param x: the stream in front of the block; the default is the first of the two.
+        :param x: the stream before the block; the default is the first of the two.
         :param changes: module -> a function that is applied to its output.
         """
         found: dict[str, torch.Tensor] = {}
@@ -166,13 +166,13 @@ class Replay:
             return lambda module, args, kwargs: found.update({name: normalized_input(args, kwargs)})
 
         with hooks(self.all_norms[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names):
-            self.run(self.x if x is None else x, held, changes)
+            self.run(self.x if x is None else x, frozen, changes)
         return found
 
     def outputs_of(
         self, modules: Iterable[nn.Module], changes: Mapping[nn.Module, Change]
     ) -> dict[nn.Module, torch.Tensor]:
-        """Hold the sites, and return the outputs of the modules that ran once.
+        """Freeze the sites, and return the outputs of the modules that ran once.
 
         Only outputs with the size and the width of the stream are returned.
 
@@ -190,7 +190,7 @@ class Replay:
         return {module: found[0] for module, found in outputs.items() if len(found) == 1}
 
     def all_outputs(self, changes: Mapping[nn.Module, Change]) -> list[torch.Tensor]:
-        """Return all tensors that the block returns while the sites are held. The stream is the first."""
+        """Return all tensors that the block returns while the sites are frozen. The stream is the first."""
         outputs: list[torch.Tensor] = []
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
@@ -211,7 +211,7 @@ class Replay:
         return a.shape == b.shape and float((a - b).norm()) < self.tolerance * float(a.norm() + b.norm() + scale)
 
     def is_independent_of_stream(self, names: Sequence[str], *, accept_inner: bool = False) -> bool:
-        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are held.
+        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are frozen.
 
         :param accept_inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not
             depend on x.
@@ -219,7 +219,7 @@ class Replay:
         return self.are_independent_of_stream(self.run_twice(names), accept_inner=accept_inner)
 
     def run_twice(self, names: Sequence[str]) -> tuple[Result, Result]:
-        """Hold these norms, and return the results of :meth:`run` on the two streams."""
+        """Freeze these norms, and return the results of :meth:`run` on the two streams."""
         return self.run(self.x, names), self.run(self.second_input, names)
 
     def are_independent_of_stream(self, results: tuple[Result, Result], *, accept_inner: bool = False) -> bool:
@@ -249,15 +249,15 @@ class Replay:
     # --- another block of the same structure ------------------------------------------------------------------------
 
     def take_from(self, known: Replay) -> None:
-        """Use the same norms, sites, held outputs and streams as for a block with the same structure."""
+        """Use the same norms, sites, frozen outputs and streams as for a block with the same structure."""
         self.norms = {name: self.block.get_submodule(name) for name in known.norms}
         self.all_norms = {name: self.block.get_submodule(name) for name in known.all_norms}
-        self.x, self.second_input, self.held = known.x, known.second_input, known.held
+        self.x, self.second_input, self.frozen = known.x, known.second_input, known.frozen
         self.layouts, self.shapes, self.names = known.layouts, known.shapes, known.names
         self.call = replace(self.call, summed=known.call.summed, is_change=known.call.is_change)
 
     def results(self) -> list[Result]:
-        """Return the results of :meth:`run` in eval mode and in training mode while the sites are held."""
+        """Return the results of :meth:`run` in eval mode and in training mode while the sites are frozen."""
         if not self._results:
             for trains in (False, True):
                 with self.in_mode(trains):
@@ -277,7 +277,7 @@ class Replay:
 
         :param known: the same for another block, which has the same structure.
         """
-        self.held, self.x, self.names = known.held, known.x, known.names
+        self.frozen, self.x, self.names = known.frozen, known.x, known.names
         divided = {self.norms[name]: lambda y: y / factor for name in known.names if name in self.norms}
         with torch.no_grad():
             return self.is_equal(self.delta(divided), known.delta())

@@ -1,8 +1,8 @@
 """Find the sites of a block, or confirm those that are expected.
 
-The search holds all norms of the block, and compares two runs on different streams. It then goes through the norms from
-the last to the first, and leaves out each norm without which the comparison still succeeds. This removes the norms of
-queries, keys and latents, which read what a branch has computed. What remains are the sites, and the checks of
+The search freezes all norms of the block, and compares two runs on different streams. It then goes through the norms
+from the last to the first, and leaves out each norm without which the comparison still succeeds. This removes the norms
+of queries, keys and latents, which read what a branch has computed. What remains are the sites. The checks of
 :mod:`olmo_lns.probe.checks` decide whether a scheme can scale them.
 """
 
@@ -62,7 +62,7 @@ def pre_ln_sites(
     :param where: name of the block in error messages.
     :param names: the expected norms, which the probe confirms.
     :param known_result: the result for an earlier block with the same structure. This block then gets the same random
-        parameters and held outputs, and runs once in eval and once in training mode. If it computes the same as the
+        parameters and frozen outputs, and runs once in eval and once in training mode. If it computes the same as the
         earlier block, ``known_result`` is returned. Otherwise it is probed separately.
     :param given: true if the user named the norms ``names``. The probe then searches for no others, and only checks
         that the block reads its stream through these.
@@ -140,7 +140,7 @@ def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
     results = replay.run_twice(names)
     if not replay.are_independent_of_stream(results, accept_inner=expected is None):
         raise NotPreLN(
-            f"its norms {', '.join(replay.norms)}, held fixed, do not separate its branches from the stream",
+            f"its norms {', '.join(replay.norms)} do not separate its branches from the stream when they are frozen",
             curable=True,
         )
     if expected is None:

@@ -1,7 +1,7 @@
 """Check that the blocks are the whole depth of a model.
 
 The factor of a block depends on its number in the whole depth, so no block may be missed. Other modules of the model
-may be blocks if they have the class of a block, or norms in front of a branch. A norm is in front of a branch if its
+may be blocks if they have the class of a block, or norms before a branch. A norm is before a branch if its
 input also bypasses it, which a forward with gradients shows. A module may also be a block although its norms are
 functions. It is then run alone, and the size of what it adds to the stream does not depend on the size of the stream.
 """
@@ -90,7 +90,7 @@ def _joined(*names: str) -> str:
 
 
 def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace, run: Callable[[], Any]) -> bool:
-    """Return true if the stream in front of the second blocks depends on the first blocks in each position."""
+    """Return true if the stream before the second blocks depends on the first blocks in each position."""
     call = trace.calls[second[0]]
     found: list[torch.Tensor] = []
 
@@ -128,7 +128,7 @@ def similar_modules(
     """Return the modules outside of the blocks that ran and may be further blocks or parts of them.
 
     Three kinds are returned: modules with the class of a block, modules with two or more norms of the blocks' width of
-    which one is in front of a branch, and single norms in front of a branch.
+    which one is before a branch, and single norms before a branch.
     """
     blocks = list(blocks)
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
@@ -164,7 +164,7 @@ def similar_modules(
 def _norms_on_branches(
     model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
 ) -> set[nn.Module] | None:
-    """Return the norms outside of the blocks that are in front of a branch, so that their input also bypasses them.
+    """Return the norms outside of the blocks that are before a branch, so that their input also bypasses them.
 
     A forward with gradients shows this. The output of the norm is detached. If the next block or the output of the
     model still depends on the input of the norm, this input has bypassed the norm.
@@ -261,7 +261,7 @@ def functional_blocks(
         inside = any(is_inside(name, outer) for outer in found)
         if call is not None and not inside and (count := _normed_branches(module, call)):
             found[name], branches[name] = module, count
-    # One branch behind the blocks that mixes no positions belongs to a head.
+    # One branch after the blocks that mixes no positions belongs to a head.
     is_head = sum(branches.values()) == 1 and all(map(_runs_behind(blocks, trace), found.values()))
     return {} if is_head else found
 

@@ -36,7 +36,7 @@ class GivenNorms:
 def check_given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> GivenNorms:
     """Run the model once, and check the norms that the user passed against this forward.
 
-    :param norms: for each block, from block 1, the norms in front of attention and feed-forward, or the one norm that
+    :param norms: for each block, from block 1, the norms before attention and feed-forward, or the one norm that
         both read.
     :param run: runs one forward of the model.
     :raises LNSConfigError: if a norm is not a module of this model, was passed twice, or does not run exactly once; if

@@ -2,7 +2,7 @@
 
 The model is run again while outputs of its blocks are changed. The change must arrive at the later blocks, since each
 of them reads the stream that the earlier ones wrote. :func:`require_one_stream` needs the blocks only, and finds two
-towers and norms between blocks. :func:`require_residual_stream` needs the sites as well. While these are held, random
+towers and norms between blocks. :func:`require_residual_stream` needs the sites as well. While these are frozen, random
 numbers that are added to the stream must arrive unchanged.
 """
 
@@ -28,7 +28,7 @@ def require_one_stream(
     If the model changes the stream between two blocks, the model is run again with changed outputs of the blocks.
 
     :raises LNSConfigError: if the input of a block does not depend on the first block, as in a model with two streams,
-        or does not depend on the size of the previous block's output, as behind a norm.
+        or does not depend on the size of the previous block's output, as after a norm.
     """
     calls = [trace.calls[block] for block in blocks]
     pairs = zip(blocks, calls[1:], strict=False)
@@ -36,7 +36,7 @@ def require_one_stream(
         return
 
     def inputs(changed: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Return the stream in front of each block while the outputs of the blocks in ``changed`` are changed."""
+        """Return the stream before each block while the outputs of the blocks in ``changed`` are changed."""
         streams: dict[Any, torch.Tensor] = {}
 
         def replace(module: nn.Module, args: Any, output: Any) -> Any:
@@ -56,7 +56,7 @@ def require_one_stream(
     for number, (block, call) in enumerate(zip(blocks[1:], calls[1:], strict=True), start=2):
         if call is None or block not in streams or streams[block].shape != call.stream.shape:
             continue
-        # What joins the stream between given blocks, as text behind images, comes from another one.
+        # What joins the stream between given blocks, as text after images, comes from another one.
         joined = source == "blocks=" and trace.outputs[blocks[number - 2]].shape != call.stream.shape
         depends = streams[block] != call.stream
         if not bool(depends.any()) or (joined and not bool(depends.any(-1).all())):
@@ -102,14 +102,14 @@ def require_residual_stream(
 ) -> None:
     """Check that the whole model reads its stream through these norms only.
 
-    The model is run twice while the outputs of the norms are held. The second run adds random numbers to the input of
+    The model is run twice while the outputs of the norms are frozen. The second run adds random numbers to the input of
     the first block and to the output of each block. These numbers must pass unchanged through all later blocks. Between
     two blocks, the model may apply a linear function to them or begin another stage.
 
     :raises LNSConfigError: if the numbers are changed. The message names the block, or the two blocks between which
         the model reads its stream without a norm.
     """
-    held: dict[nn.Module, torch.Tensor] = {}
+    frozen: dict[nn.Module, torch.Tensor] = {}
     added: dict[Any, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(9)
     numbers = {block: number for number, block in enumerate(blocks)}
@@ -121,11 +121,11 @@ def require_residual_stream(
             table[key] = torch.randn(like.shape, generator=generator, device="cpu").to(like)
         return table[key]
 
-    def hold(norm: nn.Module, args: Any, output: Any) -> Any:
-        return replace_first(output, drawn(held, norm, first_output(output)).clone())
+    def freeze(norm: nn.Module, args: Any, output: Any) -> Any:
+        return replace_first(output, drawn(frozen, norm, first_output(output)).clone())
 
     def forward(size: float, only: int | None = None) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return the streams in front of the blocks and the streams after them.
+        """Return the streams before the blocks and the streams after them.
 
         :param only: the number of the one block whose output is changed.
         """
@@ -154,7 +154,7 @@ def require_residual_stream(
 
         handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
         handles += [block.register_forward_hook(leave, with_kwargs=True) for block in blocks]
-        handles += [norm.register_forward_hook(hold) for norm in norms]
+        handles += [norm.register_forward_hook(freeze) for norm in norms]
         with probe.hooks(handles), torch.no_grad():
             run()
         return before, after

@@ -67,7 +67,7 @@ def run(rows: list[Row], check: bool, jobs: int, limit: float) -> Iterator[dict]
     import torch
 
     torch.set_num_threads(1)
-    for package, modules in SLOW.items():  # once, in front of all forks
+    for package, modules in SLOW.items():  # once, before all forks
         if sum(row.source == f"package:{package}" for row in rows) > 1 or (len(rows) > 9 and package == "timm"):
             for module in modules.split():
                 with contextlib.suppress(Exception):

@@ -151,7 +151,7 @@ def load(repository: str, file: str, name: str | None = None) -> Any:
 
 
 def load_part(repository: str, file: str, until: str, name: str | None = None) -> Any:
-    """Import the part of a training script in front of the line that starts with ``until``: its classes."""
+    """Import the part of a training script before the line that starts with ``until``: its classes."""
     path = checkout(repository) / file
     text = path.read_text(encoding="utf-8")
     head = text[: text.index("\n" + until) + 1]
@@ -163,5 +163,5 @@ def load_part(repository: str, file: str, until: str, name: str | None = None) -
 
 
 def on_path(repository: str, *below: str) -> None:
-    """Put a checkout, or a folder in it, in front of ``sys.path``."""
+    """Put a checkout, or a folder in it, before ``sys.path``."""
     sys.path.insert(0, str(checkout(repository).joinpath(*below)))

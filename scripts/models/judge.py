@@ -39,7 +39,7 @@ def seed() -> None:
 def build(row: Row) -> tuple[nn.Module, Any]:
     """Build a row's model in fp32 with fresh weights, so that each branch has an effect.
 
-    A matrix that starts at zero (an output projection, a gate of adaLN-Zero) is drawn, since no norm in front of it
+    A matrix that starts at zero (an output projection, a gate of adaLN-Zero) is drawn, since no norm before it
     would change the output. A matrix that was drawn small is scaled up, so that each factor moves the output by far
     more than the tolerance. A learned scale of a branch is set to one. Norms keep the gains that their class gave them.
     """

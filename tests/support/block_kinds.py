@@ -396,7 +396,7 @@ class Between(Stack):
 
 
 class Adapter(nn.Module):
-    """Adds to the stream in front of the blocks without a norm, as a convolution of positions."""
+    """Adds to the stream before the blocks without a norm, as a convolution of positions."""
 
     def __init__(self):
         super().__init__()

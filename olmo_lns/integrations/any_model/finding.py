@@ -31,7 +31,7 @@ def locate(
     *,
     arithmetic_of: ArithmeticOf = lambda norm: None,
 ) -> Located:
-    """Find the norms in front of the branches of a model.
+    """Find the norms before the branches of a model.
 
     The model is run once, and then one block of each structure is run repeatedly. If the weights of the model do not
     exist yet, a shadow of it is run instead (:mod:`olmo_lns.shadow`).

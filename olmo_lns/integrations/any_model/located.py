@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Located:
-    """The norms in front of the branches of a model.
+    """The norms before the branches of a model.
 
     They are described by their names, so that the description is valid for another process and for a copy of the model.
 

@@ -1,6 +1,6 @@
-"""Scale and measure the two norms in front of attention and MLP in each block of a built model.
+"""Scale and measure the two norms before attention and MLP in each block of a built model.
 
-| spec                       | in front of attention                         | in front of the MLP       |
+| spec                       | before attention                              | before the MLP            |
 |----------------------------|-----------------------------------------------|---------------------------|
 | TE, dense                  | inside ``self_attention.linear_qkv``          | inside ``mlp.linear_fc1`` |
 | TE, MoE                    | inside ``self_attention.linear_qkv``          | ``pre_mlp_layernorm``     |
@@ -32,13 +32,13 @@ from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.schemes import SUB_LAYERS
 
-#: Sub-layer -> the attribute of a standalone norm in front of it, the module of the sub-layer, and the linear layers in
+#: Sub-layer -> the attribute of a standalone norm before it, the module of the sub-layer, and the linear layers in
 #: that module which may contain the norm instead.
 _NORM_PATHS = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-#: Modules of a layer that a Pre-LN block does not have: cross attention, and norms other than the two in front of
+#: Modules of a layer that a Pre-LN block does not have: cross attention, and norms other than the two before
 #: attention and MLP.
 _UNSUPPORTED_MODULES = re.compile(
     r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
@@ -164,7 +164,7 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     if other_norms:
         raise _refuse(
             layer,
-            f"has {', '.join(other_norms)}. The norms in front of attention and MLP were expected to be called "
+            f"has {', '.join(other_norms)}. The norms before attention and MLP were expected to be called "
             f"{' and '.join(norm for norm, _, _ in _NORM_PATHS.values())}, or to be fused with a linear layer, and "
             "LayerNorm Scaling does not define cross attention and norms after a sub-layer. If this Megatron has "
             "renamed a norm, install another version of it or a newer olmo-lns",
@@ -177,7 +177,7 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
 
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
-    """Return the norm in front of a sub-layer.
+    """Return the norm before a sub-layer.
 
     :raises LNSConfigError: if there is not exactly one, or the sub-layer does not call it.
     """
@@ -194,7 +194,7 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
     if len(present) != 1:
         raise _refuse(
             layer,
-            f"has {len(present)} norms in front of its {sub_layer_name} ({', '.join(present) or 'none'}; that is a "
+            f"has {len(present)} norms before its {sub_layer_name} ({', '.join(present) or 'none'}; that is a "
             f"{type(sub_layer_module).__name__}), expected exactly one of {', '.join((norm, *candidates))}",
         )
     return next(iter(present.values()))

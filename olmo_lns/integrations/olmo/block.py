@@ -1,6 +1,6 @@
 """OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
 
-A scheme that only multiplies the norm in front of a sub-layer changes the two norms and leaves the block its class.
+A scheme that only multiplies the norm before a sub-layer changes the two norms and leaves the block its class.
 Any other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`); with the
 plan of Pre-LN that forward computes what OLMo's own does (:func:`check_forward`).
 
@@ -55,7 +55,7 @@ class LearnedFactor(PicklableSubclass):
 
 
 class SchemeBlock(PicklableSubclass):
-    """Mixin in front of OLMo's block classes: a block that computes its two plans."""
+    """Mixin for OLMo's block classes: a block that computes its two plans."""
 
     lns_plans: dict[str, Plan]
     #: Constants that are not 1, as 0-d CPU tensors: for a float torch.compile would build a graph per layer.
@@ -188,7 +188,7 @@ def arithmetic_of(norm: Any) -> NormArithmetic:
 
 
 class Grouped(PicklableSubclass):
-    """Mixin in front of OLMo's norms: OLMo's own norm of each group of channels, then this norm's gain and bias."""
+    """Mixin for OLMo's norms: OLMo's own norm of each group of channels, then this norm's gain and bias."""
 
     lns_groups: int
     lns_norm_of_group: Any

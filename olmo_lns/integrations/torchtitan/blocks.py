@@ -14,7 +14,7 @@ from torch import nn
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 
-#: Sub-layer -> the name of the norm in front of it, which is the same in all blocks of torchtitan.
+#: Sub-layer -> the name of the norm before it, which is the same in all blocks of torchtitan.
 NORMS = {"attn": "attention_norm", "ff": "ffn_norm"}
 
 

@@ -14,7 +14,7 @@ TOWER_BLOCKS = 2
 
 
 def llava(cfg, tower):
-    """As pretrain_vlm.py builds it: CLIP in front of a GPT."""
+    """As pretrain_vlm.py builds it: CLIP before a GPT."""
     from megatron.core.models.multimodal import llava_model
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.multimodal.llava_spec import decoder_model_with_local_default_spec
