@@ -16,7 +16,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.initialization import check_drawn
 
 #: Number of a block -> the standard deviation that one initializer has in this block.
-_Family = dict[int, float]
+_StdOfBlock = dict[int, float]
 
 
 def make_plain(decoder: Any) -> None:
@@ -27,52 +27,51 @@ def make_plain(decoder: Any) -> None:
     :param decoder: a built model whose weights are not drawn yet.
     :raises LNSConfigError: if an initializer differs between the blocks in another way.
     """
-    families = _families(decoder)
-    in_block: dict[int, list[float]] = defaultdict(list)
-    for family in families.values():
-        for number, std in family.items():
-            in_block[number].append(std)
-    bases = [_base(name, family) for name, family in families.items() if len(set(family.values())) > 1]
-    depth, n_layers = math.sqrt(2 * len(decoder.layers)), len(decoder.layers)
+    by_draw, n_layers = _stds_by_draw(decoder), len(decoder.layers)
+    bases = {_base(name, stds) for (name, _), stds in by_draw.items() if len(set(stds.values())) > 1}
+    in_block: dict[int, set[float]] = defaultdict(set)
+    for stds in by_draw.values():
+        for number, std in stds.items():
+            in_block[number].add(std)
 
     plain: dict[tuple[str, int], float] = {}
-    for key, family in families.items():
+    for key, stds in by_draw.items():
+        # A weight that only one block has does not differ between the blocks. It has the base of another weight.
         for base in bases:
-            if all(_same(std * math.sqrt(2 * number), base) for number, std in family.items()):
+            if all(_same(std * math.sqrt(2 * number), base) for number, std in stds.items()):
                 plain[key] = base
-        if n_layers > 1 and len(set(family.values())) == 1:
-            (std,) = set(family.values())
-            others = [other for number in family for other in in_block[number]]
-            if key not in plain and any(_same(std * depth, other) for other in others):
-                plain[key] = std * depth
+        if key not in plain and n_layers > 1 and len(set(stds.values())) == 1:
+            base = next(iter(stds.values())) * math.sqrt(2 * n_layers)
+            if any(_same(base, other) for number in stds for other in in_block[number]):
+                plain[key] = base
     _replace(decoder, plain)
 
 
-def _families(decoder: Any) -> dict[tuple[str, int], _Family]:
+def _stds_by_draw(decoder: Any) -> dict[tuple[str, int], _StdOfBlock]:
     """Return the standard deviations in all blocks for each draw.
 
     A draw is identified by the name of the parameter in its block, and by its position among the draws of the
     parameter's initializer. A fused weight has several.
     """
-    families: dict[tuple[str, int], _Family] = defaultdict(dict)
+    by_draw: dict[tuple[str, int], _StdOfBlock] = defaultdict(dict)
     for number, name, _, _, initializer in _initializers(decoder):
         for place, draw in enumerate(_draws(initializer)):
             if draw.keywords["std"] > 0:
-                families[name, place][number] = float(draw.keywords["std"])
-    return families
+                by_draw[name, place][number] = float(draw.keywords["std"])
+    return by_draw
 
 
-def _base(name: tuple[str, int], family: _Family) -> float:
+def _base(name: str, stds: _StdOfBlock) -> float:
     """Return the standard deviation that an initializer would have without its factor 1/√(2l).
 
     :raises LNSConfigError: if its standard deviations differ between the blocks in another way.
     """
-    bases = [std * math.sqrt(2 * number) for number, std in family.items()]
+    bases = [std * math.sqrt(2 * number) for number, std in stds.items()]
     if not all(_same(base, bases[0]) for base in bases):
         raise LNSConfigError(
-            f"{name[0]} is drawn with the standard deviations {family} by block. A scheme can replace a depth factor "
-            "of 1/sqrt(2l) or 1/sqrt(2L) in block l of L, but this is neither. Give all blocks one value, or keep the "
-            f'initializers with olmo_lns.torchtitan.lns={{"keep_scaled_init": true}}.'
+            f"{name} is drawn with the standard deviations {stds} by block. A scheme replaces a depth factor of "
+            "1/sqrt(2l) or 1/sqrt(2L) in block l of L, and this is neither. Give all blocks one value, or keep the "
+            'initializers with olmo_lns.torchtitan.lns={"keep_scaled_init": true}.'
         )
     return bases[0]
 

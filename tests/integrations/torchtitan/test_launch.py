@@ -42,7 +42,7 @@ def compare(folder, name, options=(), *, note="", **settings):
     print(f"{name}: stock {stock.losses} hooks {hooks.losses} lns {lns.losses}")
     assert installed.losses == stock.losses, "bit for bit"
     assert difference(lns, hooks) < 1e-6
-    assert difference(lns, stock) > 1e-3
+    assert difference(lns, stock) > 1e-5, "ten times the difference that the hooks may have"
     assert "LayerNorm Scaling" not in stock.log + installed.log + hooks.log
     return lns
 
@@ -91,10 +91,12 @@ def test_inductor_trains_what_hooks_train(folder):
         Launch("inductor-hooks", options, hooks=True, environment=cache),
         Launch("inductor-lns", (*LNS, *options), environment=cache),
     )
+    (installed,) = launches.run(folder, Launch("inductor-installed", options, environment=cache))  # finds it compiled
     print(f"Inductor: stock {stock.ok().losses} hooks {hooks.ok().losses} lns {lns.ok().losses}")
+    assert installed.ok().losses == stock.losses, "bit for bit"
     assert "Compiling each TransformerBlock with torch.compile" in lns.log
     assert len(list((folder / "inductor").rglob("*.so"))) > 2, "Inductor's libraries"
-    assert len(lns.losses) == 2 and difference(lns, hooks) < 1e-6 and difference(lns, stock) > 1e-4
+    assert len(lns.losses) == 2 and difference(lns, hooks) < 1e-6 and difference(lns, stock) > 1e-5
 
 
 #: Family -> its debug config, and the error under the flag, if the family is refused.
@@ -125,7 +127,7 @@ def test_a_family_trains_a_step_or_is_refused(folder, family):
         assert lns.status and refusal in lns.log, lns.log[-3000:]
         return
     assert "LayerNorm Scaling on:" in lns.ok().log
-    assert difference(lns, stock) > 1e-3
+    assert difference(lns, stock) > 1e-5, "ten times the difference that the hooks may have"
 
 
 #: Options of a layout on two processes.

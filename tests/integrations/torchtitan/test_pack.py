@@ -1,4 +1,4 @@
-"""The command lines of the guide for Llama 3 8B build their models on the meta device."""
+"""The command lines of the guide for Llama 3 8B build their models on the meta device, and its tests exist."""
 
 import re
 import shlex
@@ -45,3 +45,13 @@ def test_a_command_of_the_guide_builds_its_model(arguments, monkeypatch):
     norms, std = EXPECTED[name]
     assert sum(hasattr(module, "lns_scale") for module in model.modules()) == norms
     assert model.layers["31"].attention.wo._param_init["weight"].keywords["std"] == pytest.approx(std)
+
+
+def test_each_test_that_the_guide_names_exists():
+    """By a part of its function's name, of its parameter, or of its file's name, as pytest's ``-k`` selects them."""
+    tables = re.findall(r"^\|.*\|$", GUIDE.read_text().partition("## Supported models")[2], flags=re.M)
+    guide = {name for row in tables for name in re.findall(r"`(\w+)`", row.rpartition(" | ")[2])}
+    files = list(Path(__file__).parent.glob("test_*.py"))
+    found = [re.findall(r'def (test_\w+)|^    "(.+)": \(', file.read_text(), flags=re.M) for file in files]
+    tests = [file.stem for file in files] + [name for names in found for pair in names for name in pair]
+    assert "inductor" in guide and not [name for name in guide if not any(name in test for test in tests)]

@@ -77,8 +77,12 @@ def _with_hooks(init):
 
 
 if os.environ.get("TORCHTITAN_HOOKS"):
+    import torch._dynamo
     from torchtitan.models.common.decoder import Decoder
 
+    # A compiled block has its own factor. torch 2.13 cannot make it an input of the regions that torchtitan's main
+    # compiles with Inductor.
+    torch._dynamo.config.specialize_float = True
     Decoder.__init__ = _with_hooks(Decoder.__init__)
 
 
