@@ -26,7 +26,7 @@ from torch import nn
 
 __all__ = ["block_gains", "param_groups", "rescale_state_", "scale_", "unscale_"]
 
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPER_NAMES = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
@@ -41,7 +41,7 @@ def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
 
     Example: ``block_gains(model, "layers.{}.input_layernorm.weight")["layers.0.input_layernorm.weight"]`` is 1.
     """
-    names = {_WRAPPERS.sub("", name): name for name, _ in model.named_parameters()}
+    names = {_WRAPPER_NAMES.sub("", name): name for name, _ in model.named_parameters()}
     numbers_by_name: dict[str, int] = {}
     for pattern in patterns:
         if pattern.count("{}") != 1:

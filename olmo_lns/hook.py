@@ -34,7 +34,7 @@ log = logging.getLogger("olmo_lns")
 
 #: Framework module -> a module of this package whose ``register()`` is called after the framework module was executed.
 #: These modules are above the integrations, so no integration may import them.
-FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
+MODULES_ABOVE = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
 #: Attribute of every function that replaces an upstream function.
 MARKER = "__olmo_lns_wrapped__"
@@ -175,16 +175,16 @@ def activate(framework: str) -> None:
     warn()
     try:
         importlib.import_module(name).register()
-        for followed in FOLLOWERS:
-            if followed.partition(".")[0] == framework:
-                on_import(followed, _register_follower)
+        for upstream_module in MODULES_ABOVE:
+            if upstream_module.partition(".")[0] == framework:
+                on_import(upstream_module, _register_module_above)
     except Exception as error:
         _note_problem(framework, f"the integration of olmo-lns could not be loaded: {one_line(error)}")
         log.warning("olmo-lns could not load its %s integration, and changes nothing: %s", framework, one_line(error))
 
 
-def _register_follower(module: ModuleType) -> None:
-    importlib.import_module(FOLLOWERS[module.__name__]).register()
+def _register_module_above(module: ModuleType) -> None:
+    importlib.import_module(MODULES_ABOVE[module.__name__]).register()
 
 
 def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, needed: bool = True) -> bool:

@@ -22,7 +22,7 @@ __all__ = ["record", "require", "require_fresh", "require_same"]
 log = logging.getLogger("olmo_lns")
 
 #: Parts that torch.compile, FSDP and activation checkpointing add to the names of modules.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+_WRAPPER_NAMES = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 
 def record(model: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def record(model: Any) -> dict[str, Any]:
 
 def _own_name(name: str) -> str:
     """Remove the parts that wrappers have added to a module's name. DDP adds ``module`` at the beginning."""
-    return re.sub(r"^(module(\.|$))+", "", _WRAPPERS.sub("", name))
+    return re.sub(r"^(module(\.|$))+", "", _WRAPPER_NAMES.sub("", name))
 
 
 def require(model: Any, saved: Any) -> None:

@@ -14,7 +14,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.integrations.torchtitan import register
 from olmo_lns.integrations.torchtitan.blocks import NORMS
-from olmo_lns.integrations.torchtitan.request import MarkedNorm, mark
+from olmo_lns.integrations.torchtitan.request import MarkedNorm, marked_norm
 
 __all__ = ["lns", "plain_initialization"]
 
@@ -43,7 +43,7 @@ def lns(
 
     Example: ``--override.imports 'olmo_lns.torchtitan.lns={"exponent": 0.25}'``.
     """
-    return mark(config, scheme, exponent, keep_scaled_init=keep_scaled_init, name=f"{__name__}.lns")
+    return marked_norm(config, scheme, exponent, keep_scaled_init=keep_scaled_init, name=f"{__name__}.lns")
 
 
 @override(target=RMSNorm.Config, fqns=_FINAL_NORM, description="initializers without a depth factor")
@@ -55,4 +55,4 @@ def plain_initialization(config: Any) -> MarkedNorm:
 
     Example: ``--override.imports olmo_lns.torchtitan.plain_initialization``.
     """
-    return mark(config, "preln", name=f"{__name__}.plain_initialization")
+    return marked_norm(config, "preln", name=f"{__name__}.plain_initialization")

@@ -43,8 +43,8 @@ class Matrix:
     fans: tuple[int, int]
     is_projection: bool
 
-    def factor(self, rule: str) -> float:
-        """Return the depth factor, by which ``rule`` divides the standard deviation of this matrix."""
+    def inverse_depth_factor(self, rule: str) -> float:
+        """Return the inverse of the depth factor of ``rule``. It is at least 1, such as sqrt(2L) for 1/sqrt(2L)."""
         return RULES[rule](self.number, self.n_layers)
 
     @property

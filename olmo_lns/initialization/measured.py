@@ -99,8 +99,8 @@ def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
             usual.append({matrix: std / reference for matrix, std in sized.items()})
     for rule in RULES:
         for ratios in usual:
-            if all(_near(ratio * m.factor(rule)) for m, ratio in ratios.items() if m.is_projection):
-                unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.factor(rule))}
+            if all(_near(ratio * m.inverse_depth_factor(rule)) for m, ratio in ratios.items() if m.is_projection):
+                unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.inverse_depth_factor(rule))}
                 return Initialization(rule, stds, frozenset(m.name for m in stds) - unlike)
     # In a model with more than one block, every depth factor makes some projection at most half as large.
     smallest = [min(ratio for m, ratio in ratios.items() if m.is_projection) for ratios in usual]

@@ -15,7 +15,7 @@ from olmo_lns.initialization.trained import trained_part
 
 
 def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
-    """Recognize the rule of the initialization, and multiply the matrices by its depth factor to remove it.
+    """Recognize the rule of the initialization, and divide the matrices by its depth factor to remove it.
 
     Each process changes only the weights that it has. Weights on the meta device are left unchanged.
 
@@ -63,9 +63,9 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
     for matrix, parameter in marked(model):
         if matrix.name in changed and (memory := _memory(parameter)) not in done:
             done[memory] = parameter  # keeps it alive, so that no other tensor gets its address
-            _multiply(parameter, matrix.factor(found.rule))
+            _multiply(parameter, matrix.inverse_depth_factor(found.rule))
     before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
-    after = {matrix: std * matrix.factor(found.rule) for matrix, std in before.items()}
+    after = {matrix: std * matrix.inverse_depth_factor(found.rule) for matrix, std in before.items()}
     line = f"plain initialization: {spread(before)} -> {spread(after)} (times {found.rule})"
     kept = {matrix: std for matrix, std in found.stds.items() if matrix.name in found.scaled - changed}
     return f"{line}; unchanged, since it does not end a branch: {spread(kept)}" if kept else line

@@ -22,7 +22,7 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
     norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
     if initialization and not any(map(shadow.has_no_values, model.parameters())):
         measured = [*measured, "initialization"]
-    kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for module in norms)
+    kinds = dict.fromkeys(type(module).__name__ for module in norms)
     line = start_up.start_up_line(
         norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization
     )

@@ -13,7 +13,7 @@ from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.scaled import Scaled
 
 #: Classes of PyTorch and Megatron that wrap or compile a model.
-_WRAPPERS = {
+_WRAPPER_CLASSES = {
     *("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
     "TorchFullyShardedDataParallel",
 }
@@ -61,7 +61,7 @@ def refuse_wrappers(model: nn.Module) -> None:
     """
     for module in model.modules():
         kinds = {base.__name__ for base in type(module).__mro__}
-        if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
+        if kinds & _WRAPPER_CLASSES or getattr(module, "_compiled_call_impl", None) is not None:
             raise LNSConfigError(
                 f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP, so its norms can no longer be "
                 "measured. Expected the model before that. Build the model, apply the scheme, and then compile and "

@@ -20,13 +20,13 @@ def wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
         model = build(self, *args, **kwargs)
         named = list(self.block.values()) if isinstance(self.block, dict) else [self.block]
         if any(hasattr(each, "resolved_scheme") for each in (*named, *(self.block_overrides or {}).values())):
-            report(model, self.n_layers)
+            check_and_announce(model, self.n_layers)
         return model
 
     return wrapped
 
 
-def report(model: Any, n_layers: int) -> None:
+def check_and_announce(model: Any, n_layers: int) -> None:
     """Check a complete model under a scheme, and write the start-up line.
 
     :raises LNSConfigError: if a block has no scheme or another one.
@@ -67,7 +67,7 @@ def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
         result = init_weights(self, *args, **kwargs)
         for number, block in built_blocks(self).items():
             if getattr(block, "lns_initialization", "upstream") == "plain":
-                check_drawn(block, number, str(self.init_method))
+                check_initialization(block, number, str(self.init_method))
         return result
 
     return wrapped
@@ -77,7 +77,7 @@ def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
 _PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_forward.w2"))
 
 
-def check_drawn(block: Any, number: int, init_method: str) -> None:
+def check_initialization(block: Any, number: int, init_method: str) -> None:
     """Check that the first and the last projection of each branch were drawn with the same standard deviation.
 
     Under ``init_method=fan_in``, the standard deviations are compared relative to the fan-in of each matrix.

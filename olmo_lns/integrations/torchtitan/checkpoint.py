@@ -13,7 +13,7 @@ import logging
 from typing import Any, Callable
 
 from olmo_lns.errors import CheckpointMismatchError, one_line
-from olmo_lns.integrations.torchtitan.model import LNS, scheme_of
+from olmo_lns.integrations.torchtitan.model import LNS_OVERRIDE, scheme_of
 from olmo_lns.processes import on_first_rank
 from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
@@ -118,5 +118,5 @@ def read_scheme(folder: str) -> Scheme:
 
 def _setting(scheme: Scheme) -> str:
     if scheme.is_pre_ln:
-        return f"no {LNS} in --override.imports"
-    return f"""--override.imports '{LNS}={{"scheme": "{scheme}"}}'"""
+        return f"no {LNS_OVERRIDE} in --override.imports"
+    return f"""--override.imports '{LNS_OVERRIDE}={{"scheme": "{scheme}"}}'"""

@@ -19,7 +19,7 @@ from olmo_lns.initialization import check_drawn
 _StdOfBlock = dict[int, float]
 
 
-def make_plain(decoder: Any) -> None:
+def remove_depth_factors(decoder: Any) -> None:
     """Replace each initializer that has a depth factor by one without it.
 
     Two factors are recognized: 1/√(2l) in block l, and 1/√(2L) in a model of L blocks.

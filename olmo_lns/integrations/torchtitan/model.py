@@ -16,9 +16,8 @@ from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 log = logging.getLogger("olmo_lns")
 
-#: The overrides that users name in ``--override.imports``.
-LNS = "olmo_lns.torchtitan.lns"
-PLAIN_INITIALIZATION = "olmo_lns.torchtitan.plain_initialization"
+#: The override that users name in ``--override.imports``.
+LNS_OVERRIDE = "olmo_lns.torchtitan.lns"
 
 
 def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +30,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
             _attach(self, requests)
         elif request_of(self.norm) is not None:
             require_wrapped("torchtitan")
-            initialization.make_plain(self)
+            initialization.remove_depth_factors(self)
             start_up.write_line("Plain initialization on: the initializers have no depth factor")
 
     return wrapped
@@ -56,8 +55,8 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
     if (request := requests[0]) is None or any(other != request for other in requests):
         missing = [number for (number, _, _), other in zip(_norms(decoder), requests, strict=True) if other is None]
         raise LNSConfigError(
-            f"{name}: blocks {sorted(set(missing))} have no {' or '.join(NORMS.values())} that {LNS} could mark. "
-            "A scheme needs both norms, of class RMSNorm, in every block."
+            f"{name}: blocks {sorted(set(missing))} have no {' or '.join(NORMS.values())} that "
+            f"{LNS_OVERRIDE} could mark. A scheme needs both norms, of class RMSNorm, in every block."
         )
     if getattr(decoder.config, "mtp_layers", None):
         raise LNSConfigError(
@@ -80,7 +79,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
         sites.require_complete(decoder, scheme, n_layers)
         measured.insert(0, _check_blocks(decoder, dim))
         if request.plain:
-            initialization.make_plain(decoder)
+            initialization.remove_depth_factors(decoder)
     line = start_up.start_up_line(
         decoder,
         n_layers,
@@ -108,11 +107,11 @@ def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         imports = self.config.override.imports
         targets = {entry if isinstance(entry, str) else entry[0] for entry in imports}
-        if LNS in targets and scheme_of(self.model_parts).is_pre_ln:
+        if LNS_OVERRIDE in targets and scheme_of(self.model_parts).is_pre_ln:
             raise LNSConfigError(
-                f"{LNS} had no effect on {self.config.model_spec.name}. It marks norms of class RMSNorm that are "
-                f"called {' and '.join(NORMS.values())} in the layers of a decoder. This model has none. Remove the "
-                "override."
+                f"{LNS_OVERRIDE} had no effect on {self.config.model_spec.name}. It marks norms of class RMSNorm that "
+                f"are called {' and '.join(NORMS.values())} in the layers of a decoder. This model has none. Remove "
+                "the override."
             )
         for part in self.model_parts:
             check_part(part)

@@ -51,7 +51,7 @@ class MarkedNorm(Module.Config):
         return norm
 
 
-def mark(
+def marked_norm(
     config: Any, scheme: str, exponent: float | None = None, *, keep_scaled_init: bool = False, name: str
 ) -> MarkedNorm:
     """Return the config node of a marked norm.
