@@ -1,8 +1,11 @@
 """Logs in the formats of the frameworks and launchers are read; a damaged or mixed log is refused and named."""
 
+import contextlib
 import io
 import random
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +17,7 @@ from olmo_lns.study.logs import Curve, find_logs, next_log, read_curve
 
 def read(folder, *texts):
     """Return the curve of attempts with these logs."""
+    folder.mkdir(exist_ok=True)
     for number, text in enumerate(texts, start=1):
         (folder / f"attempt-{number:02d}.log").write_text(text)
     return read_curve(folder)
@@ -181,6 +185,52 @@ def test_a_log_of_two_ranks_is_refused_or_read_from_one_of_them(tmp_path, log, u
         except LNSConfigError:
             continue
         assert any(losses.items() <= truth.items() for truth in truths), shuffled(*parts, seed=seed)
+
+
+#: A rank of a launch: it prints the log that is in a file, line by line or in parts of any length.
+RANK = """
+import os, pathlib, random, re, sys, time
+rank = int(os.environ["RANK"])
+text, draw = pathlib.Path(sys.argv[2 + rank]).read_text(), random.Random(rank)
+for part in text.splitlines(True) if sys.argv[1] == "lines" else re.findall("(?s).{1,60}", text):
+    sys.stdout.write(part); sys.stdout.flush()
+    time.sleep(0.002)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["lines", "parts"])
+@pytest.mark.parametrize("log", [olmo_log, megatron_log])
+def test_what_torchrun_tees_of_two_ranks_is_read_or_refused(tmp_path, log, unit):
+    """In parts, torchrun writes a half line of one rank where the other one's line is not complete either."""
+    losses = {step: 10 - step / 8 for step in range(1, 41)}
+    script, texts = tmp_path / "rank.py", [log(losses), "W1127 a warning of this rank\n" * 60]
+    script.write_text(RANK)
+    truth, runs = read(tmp_path / "truth", texts[0]), []
+    for second in (texts[1], log({step: loss + 0.025 for step, loss in losses.items()})):
+        files = [tmp_path / f"rank-{rank}" for rank in (0, 1)]
+        for file, text in zip(files, (texts[0], second), strict=True):
+            file.write_text(text)
+        command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--tee=3", script, unit, *files]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+        runs.append(done.stdout)
+        assert "[default0]:" in done.stdout and "[default1]:" in done.stdout
+    if unit == "lines":
+        assert read(tmp_path, runs[0]) == truth
+    else:
+        with contextlib.suppress(LNSConfigError):
+            assert read(tmp_path, runs[0]).losses.items() <= truth.losses.items()
+    with pytest.raises(LNSConfigError):
+        read(tmp_path, runs[1])
+
+
+@pytest.mark.parametrize("log", [olmo_log, megatron_log])
+def test_a_log_with_nul_bytes_is_refused_and_one_that_ends_in_them_too(tmp_path, log):
+    """A file system leaves them where a machine crashed before the data reached the disk."""
+    text = log(LOSSES)
+    for place in (len(text) // 2, len(text) - 1):
+        with pytest.raises(LNSConfigError, match="NUL bytes"):
+            read(tmp_path, text[:place] + "\0" * 512 + text[place:])
 
 
 @pytest.mark.parametrize("line", ["worker-0  | {}", "2026-01-01T10:00:00Z {}", "rank0 {}"])

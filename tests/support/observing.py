@@ -27,6 +27,10 @@ from support import forked
 
 #: Options that this package adds to Megatron's arguments, the only difference that is allowed.
 _OURS = ("layernorm_scaling", "no_scaled_init")
+#: What a run prints about the clock.
+_TIME = re.compile(
+    r"[0-9.]+ ?(s|ms|seconds)\b|'(train_runtime|train_\w+_per_second|step_time)': '[0-9.e-]+'|\[[0-9-]{10} [0-9:,]+\]"
+)
 _EVENTS = ("open", "os.listdir", "os.scandir")
 _CODE = (".py", ".pyc", ".so")
 _opened: list[str] | None = None
@@ -98,9 +102,7 @@ def observed(case):
         finally:
             _opened = None
     logging.getLogger().removeHandler(log)
-    text = re.sub(
-        r"[0-9.]+ ?(s|ms|seconds)\b|'train_(runtime|\w+_per_second)': '[0-9.]+'", "<time>", printed.getvalue()
-    )
+    text = _TIME.sub("<time>", printed.getvalue())
     return {
         "result": plain(result),
         "error": error,

@@ -160,7 +160,9 @@ def test_no_program_takes_the_stock_folder_for_the_model_that_was_loaded_from_it
 
     stock("llama").save_pretrained(tmp_path / "stock")
     model = apply(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), trained=True)
-    with pytest.raises(OSError, match="Repo id"):  # as for a model that was built from a config
+    with pytest.raises(
+        OSError, match="Repo id|Can't load the configuration of ''"
+    ):  # as for a model that was built from a config
         trl.create_model_from_path(trl.get_config_model_id(model.config))
     model.save_pretrained(tmp_path / "lns")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lns")
