@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
     if output_format not in formats:
         expected = " or ".join(formats)
         raise LNSConfigError(
-            f"--format {output_format}: {folder} is a checkpoint of {checkpoint_format}, which is exported as "
-            f"{expected}."
+            f"--format {output_format} cannot be written: {folder} is a checkpoint of {checkpoint_format}, which is "
+            f"exported as {expected}. Give --format {formats[0]}, or leave --format out."
         )
     if args.tokenizer not in (None, "none") and output_format != HF:
         raise LNSConfigError(
@@ -71,15 +71,23 @@ def main(argv: Sequence[str]) -> int:
     with new_folder(out) as unfinished:
         if output_format == MEGATRON:
             iteration = megatron.save_folded(folder, unfinished, scheme)
-            lines = [f"Megatron torch_dist, {iteration}: load it with --finetune, without --layernorm-scaling"]
+            lines = [
+                f"{iteration} was written in Megatron's format torch_dist. Load it with --finetune, "
+                "without --layernorm-scaling."
+            ]
         else:
             opened = open_checkpoint(args.checkpoint, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and output_format == checkpoint_format:
-                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Give its scheme, as --scheme lns.")
+                raise LNSConfigError(
+                    f"{folder} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
+                    "give it, as in --scheme lns."
+                )
             known = receipt.of_trained(opened, dtype)
             stock = convert(opened, output_format, dtype)
-            result = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
+            result = (
+                "it is Pre-LN, so nothing was folded" if trained.is_pre_ln else f"{trained} was folded into its weights"
+            )
             lines = [f"{type(stock.model).__name__}: {result}"]
             if output_format == HF:
                 lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
@@ -92,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
             if output_format == HF:
                 lines += [f"warning: {sentence}" for sentence in differences(unfinished)]
         size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
-    print(*lines, "no optimizer state: its moments belong to the unfolded weights", sep="\n")
+    print(*lines, "The optimizer state was left out, because its moments belong to the unfolded weights.", sep="\n")
     print(f"wrote {out}: {size / 1e6:,.1f} MB")
     return 0
 

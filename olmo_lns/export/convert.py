@@ -54,7 +54,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     :raises LNSConfigError: if ``out`` exists.
     """
     if out.exists():
-        raise LNSConfigError(f"{out} exists. Give a new folder: an export never overwrites files.")
+        raise LNSConfigError(f"{out} exists. An export never overwrites files. Give the path of a new folder.")
     unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished.mkdir()
@@ -76,17 +76,17 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
     """
     name = requested or opened.tokenizer
     if name in (None, "none"):
-        return "no tokenizer: give --tokenizer to include one"
+        return "The export has no tokenizer. Give --tokenizer to include one."
     try:
         tokenizer = load_tokenizer(name, opened.folder, opened.eos_token_id)
     except LNSError as error:
-        raise LNSConfigError(f"{error}; or leave it out: --tokenizer none") from None
+        raise LNSConfigError(f"{error} Or leave the tokenizer out with --tokenizer none.") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     rows = huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's tokenizer. Give the "
-            "right one with --tokenizer FILE, or leave it out with --tokenizer none."
+            f"The tokenizer {name} has {size} tokens, but the model has {rows} embeddings. Expected the "
+            "tokenizer of this model. Give it with --tokenizer FILE, or leave it out with --tokenizer none."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)
@@ -95,4 +95,4 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
     tokenizer.model_max_length = opened.max_length
     tokenizer.save_pretrained(out)
     rewrite_tokenizer(out)
-    return f"tokenizer {name}: {size} tokens; the checkpoint's end of text is {tokenizer.eos_token!r}"
+    return f"The tokenizer {name} was saved. It has {size} tokens, and its end of text is {tokenizer.eos_token!r}."

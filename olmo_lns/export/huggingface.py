@@ -74,14 +74,16 @@ def _load(loader: Any, path: Path | None, source: Path, *, strict: bool = False,
     """
     with reporting_load_errors(source):
         model, info = loader.from_pretrained(path, output_loading_info=True, **options)
-    problems = {"missing_keys": "is missing", "mismatched_keys": "has another shape"}
+    problems = {"missing_keys": "the weight {} is missing", "mismatched_keys": "the weight {} has another shape"}
     if strict:
-        problems["unexpected_keys"] = "has no place"
+        problems["unexpected_keys"] = "the model has no weight {}"
     for key, problem in problems.items():
         if names := sorted(map(str, info[key])):
+            others = f", and the same holds for {len(names) - 1} others" if len(names) > 1 else ""
             raise LNSConfigError(
-                f"{source}: {names[0]} {problem} in {type(model).__name__} ({len(names)} such weights). Expected the "
-                "weights of this model."
+                f"{source} was loaded as {type(model).__name__}, but {problem.format(names[0])}{others}. Expected all "
+                "weights of this model, in the shapes that its config gives. Restore the checkpoint, or correct its "
+                "config."
             )
     return model
 
@@ -172,7 +174,10 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
 
     config = transformers.AutoConfig.for_model(**values)
     if config.tie_word_embeddings and "lm_head.weight" in state:
-        raise LNSConfigError(f"{source} has tied embeddings and a separate output weight. Expected one of the two.")
+        raise LNSConfigError(
+            f"{source} has tied embeddings, but also a separate output weight. Expected one of the two. "
+            "Correct the config of the checkpoint."
+        )
     loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     dtype = widest(tensor.dtype for tensor in state.values()) or torch.float32
     model = _load(loader, None, source, strict=True, config=config, state_dict=state, torch_dtype=dtype).eval()
@@ -183,8 +188,9 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
         allowed = _TOLERANCE if dtype in (torch.float32, torch.float64) else _TOLERANCE_HALF
         if not difference <= allowed:
             raise LNSConfigError(
-                f"{source}: {type(model).__name__} computes another function than this model: the logits differ by "
-                f"{difference:.1e} of the largest, expected at most {allowed:.0e}."
+                f"{source} was converted to a {type(model).__name__}, but the two compute different logits. They "
+                f"differ by {difference:.1e} of the largest logit, and at most {allowed:.0e} was expected. Export "
+                "in the checkpoint's own format, and report this error."
             )
     return model
 

@@ -73,7 +73,10 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> O
     opened: Opened = format_module(format_of(folder)).open_folder(Path(folder), requested)
     opened.model.eval()
     if requested is not None and opened.scheme != requested:
-        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {requested}. Leave --scheme out.")
+        raise LNSConfigError(
+            f"{folder} says scheme {opened.scheme}, but --scheme says {requested}. The checkpoint decides. "
+            "Leave --scheme out."
+        )
     return opened
 
 

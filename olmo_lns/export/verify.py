@@ -52,15 +52,19 @@ def verify(
     exported, known = open_checkpoint(export), receipt.read(export)
     if not exported.scheme.is_pre_ln:
         raise LNSConfigError(
-            f"{export} still needs its factor ({exported.scheme}). Give the checkpoint and its export: olmo-lns verify "
-            "CHECKPOINT EXPORT."
+            f"{export} is not folded: it has the scheme {exported.scheme}. Expected an export. Give the "
+            "checkpoint first and then its export, as in olmo-lns verify CHECKPOINT EXPORT."
         )
     if known is None and checkpoint is None:
-        raise LNSConfigError(f"{export} has no {receipt.FILE}. Give its checkpoint too: verify CHECKPOINT EXPORT.")
+        raise LNSConfigError(
+            f"{export} has no {receipt.FILE}, so there is nothing to compare it with. Give its checkpoint, "
+            "too: olmo-lns verify CHECKPOINT EXPORT."
+        )
     if known is not None and "not_run" in known and checkpoint is None:
         raise LNSConfigError(
             f"{export}: its receipt has no logits, because the model did not run where it was exported "
-            f"({known['not_run']}). Give its checkpoint too, on a machine that can run it: verify CHECKPOINT EXPORT."
+            f"({known['not_run']}). Give its checkpoint, too, on a machine that can run it: olmo-lns verify "
+            "CHECKPOINT EXPORT."
         )
     lines, differences = receipt.compare(known, exported) if known else ([], [])
     if checkpoint is not None:

@@ -148,7 +148,7 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     for what in ("layer-drop", "gradnorm"):
         assert "The loss is not finite. Check the checkpoint" in message(tmp_path / "nan", what=what)
     assert "the model accepts at most 64 tokens" in message(llama_folder, "--sequence-length", 65)
-    assert "says scheme lns, --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
+    assert "says scheme lns, but --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
     assert "There is no such folder: no/such/model" in message("./no/such/model")
     (tmp_path / "x.txt").write_text("w4 w5")
     words = "--data", tmp_path / "x.txt", "--tokenizer", "no/such"

@@ -117,11 +117,11 @@ def test_a_scheme_that_a_stock_config_does_not_name(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"alibi": True, "rope": False}, "computes another function"),
+        ({"alibi": True, "rope": False}, "compute different logits"),
         ({"activation_type": "gelu"}, "cannot be loaded"),
-        ({"attention_layer_norm": True}, "computes another function"),
+        ({"attention_layer_norm": True}, "compute different logits"),
         ({"clip_qkv": 0.5}, "clip_qkv, which only Olmo has"),
-        ({"include_bias": True, "bias_for_layer_norm": True}, "no place"),
+        ({"include_bias": True, "bias_for_layer_norm": True}, "the model has no weight"),
     ],
 )
 def test_what_no_stock_class_computes_is_refused(changes, reason, tmp_path, capsys):

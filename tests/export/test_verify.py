@@ -1,4 +1,4 @@
-"""``verify`` finds a wrong weight, a missing one, a wrong setting; it doesn't take what still needs its factor."""
+"""``verify`` finds a wrong weight, a missing one, a wrong setting; it refuses what is not folded."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def test_a_wrong_setting_is_found(exports, setting, value, tmp_path, capsys):
 
 def test_what_is_no_pair_is_refused(exports, capsys):
     for one, other, reason in (
-        (exports / "olmo", exports / "run", "still needs its factor"),
+        (exports / "olmo", exports / "run", "is not folded"),
         (exports / "fp32", exports / "olmo", "is never exported as"),
         (exports / "run", "nothing/relative", "no such folder"),  # no name of the hub
     ):
