@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
+from olmo_lns.export.metadata import read_metadata
 from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.folding import check_finite, multiplied
 from olmo_lns.integrations.megatron.flags import Selection
@@ -149,7 +150,7 @@ def read(folder: Path) -> Saved:
             "torch_dist."
         )
     with reporting_load_errors(folder):
-        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        metadata = read_metadata(folder).state_dict_metadata
         common = _common(folder)
     entries = {name: entry for name, entry in metadata.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}

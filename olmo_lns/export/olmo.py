@@ -15,6 +15,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
+from olmo_lns.export.metadata import read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
@@ -68,7 +69,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 def _load(model: Any, folder: Path) -> None:
     """Load the weights. OLMo's own loader is not used, since that of 0.6.0 cannot read shards under torch >= 2.6."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with reporting_load_errors(f"{folder}, its weights,"):
@@ -76,7 +77,7 @@ def _load(model: Any, folder: Path) -> None:
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
             state = model._make_state_dict_compatible(state)[0]
         else:
-            metadata = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
+            metadata = read_metadata(folder / SHARDED).state_dict_metadata
             shards = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype)
                 for name, entry in metadata.items()

@@ -10,9 +10,11 @@ from typing import Any, Mapping
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
+from olmo_lns.export.metadata import read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
@@ -48,6 +50,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         values = config["model"]
     weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
+    _require_tensors(weights)
     blocks = blocks_of(values)
     has_default_scaled = any(block.get("name") == DEFAULT_SCALED for block in blocks)
     if has_default_scaled:
@@ -76,6 +79,16 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
         eos_token_id=tokenizer.get("eos_token_id"),
         pad_token_id=tokenizer.get("pad_token_id"),
     )
+
+
+def _require_tensors(weights: Path) -> None:
+    """Check that the weights are tensors, since OLMo-core unpickles any other object.
+
+    :raises LNSConfigError: if one is not, or if the metadata is damaged.
+    """
+    for name, entry in read_metadata(weights).state_dict_metadata.items():
+        if name.startswith("model.") and not isinstance(entry, TensorStorageMetadata):
+            raise LNSConfigError(f"{weights}: {name} is not a tensor. Expected the weights that OLMo-core wrote.")
 
 
 def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
