@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -179,3 +179,56 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
         if not replay.is_equal(replay.delta(frozen), replay.delta({**frozen, second: roll_channels})):
             return True
     return False
+
+
+def has_separate_paths(replay: Replay) -> bool:
+    """Return true if two paths lead from one norm to the stream, of which one mixes positions and the other does not.
+
+    Unlike :func:`reads_norm_twice`, this also recognizes attention and feed-forward that end in one fused matrix, so
+    that neither of them has an output that is added to the stream. Two modules inside of them are changed instead. They
+    are on separate paths if neither changes what the other computes, and both effects on the stream add up. The gate of
+    a branch is no path of its own, since it multiplies the branch.
+    """
+
+    def raise_one_element(y: torch.Tensor) -> torch.Tensor:
+        raised = y.clone(memory_format=torch.contiguous_format)
+        raised.view(-1)[y.numel() // 2] += 1.0
+        return raised
+
+    (name,) = replay.names
+    norms = {part for norm in replay.all_norms.values() for part in norm.modules()} - {*replay.all_norms.values()}
+    modules = [
+        part for part in replay.block.modules() if part not in norms and part not in (replay.block, *replay.sites)
+    ]
+    before = _outputs(replay, modules, {})
+    mixing: list[nn.Module] = []
+    others: list[nn.Module] = []
+    for module in before:
+        rows = replay.as_norm_reads(name, replay.effect(module, change=raise_one_element)).flatten(0, -2).norm(dim=-1)
+        if float(rows.max()) > 1e-6:
+            (mixing if int((rows > 1e-4 * rows.max()).sum()) > 1 else others).append(module)
+    for first, second in itertools.product(mixing, others):
+        effects = [replay.effect(module) for module in (first, second)]
+        if not replay.is_equal(replay.effect(first, second), effects[0] + effects[1]):
+            continue
+        if all(
+            replay.is_equal(_outputs(replay, [read], {changed: roll_channels})[read], before[read])
+            for changed, read in ((first, second), (second, first))
+        ):
+            return True
+    return False
+
+
+def _outputs(
+    replay: Replay, modules: Sequence[nn.Module], changes: Mapping[nn.Module, Change]
+) -> dict[nn.Module, torch.Tensor]:
+    """Hold the sites, and return the first outputs of those modules that ran once and returned a floating tensor."""
+    outputs: dict[nn.Module, list[Any]] = {}
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.setdefault(module, []).append(first_output(output))
+
+    with hooks(module.register_forward_hook(note) for module in modules):
+        replay.delta(changes)
+    once = {module: found[0] for module, found in outputs.items() if len(found) == 1}
+    return {m: y.detach().double() for m, y in once.items() if torch.is_tensor(y) and y.is_floating_point()}

@@ -34,7 +34,10 @@ def check_block(replay: Replay, how_found: str = "") -> dict[str, float]:
     check_branches_differ(replay)
     neutral = branches.neutral_branches(replay)
     check_ends_of_branches(replay, site_names, neutral)
-    check_two_branches(replay, site_names, effects)
+    if len(replay.names) == 1 and how_found:
+        check_shared_norm(replay)
+    else:
+        check_two_branches(replay, site_names, effects)
     check_with_gradients(replay)
     check_under_autocast(replay)
     shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay)
@@ -167,7 +170,7 @@ def check_two_branches(replay: Replay, site_names: str, effects: Sequence[torch.
 
 def check_shared_norm(replay: Replay) -> None:
     """Check that both branches read a norm which the user passed as the only one of the block."""
-    if len(replay.names) == 1 and not branches.reads_norm_twice(replay):
+    if len(replay.names) == 1 and not branches.reads_norm_twice(replay) and not branches.has_separate_paths(replay):
         raise NotPreLN(
             f"one branch reads {replay.site_names}, given by norms=. A block has two branches, so give its two norms "
             "as a pair, also if they are in two modules"

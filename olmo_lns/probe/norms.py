@@ -9,9 +9,11 @@ may have their channels first.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from olmo_lns.probe.call import NotPreLN, hooks
 from olmo_lns.probe.recognize import has_vectors_only, is_leaf, is_norm, norm_input
@@ -28,10 +30,7 @@ def find_norms(replay: Replay) -> None:
     leaves = {
         name: module
         for name, module in replay.block.named_modules()
-        if name
-        and (is_leaf(module) or module._parameters)
-        and has_vectors_only(module)
-        and "parametrizations" not in name
+        if name and (is_leaf(module) or module._parameters) and "parametrizations" not in name
     }
 
     def note(name: str) -> Hook:
@@ -44,7 +43,7 @@ def find_norms(replay: Replay) -> None:
         y = first_output(output)
         if not torch.is_tensor(y) or not torch.is_tensor(norm_input(args, kwargs)) or not y.dim():
             continue
-        if not is_norm(leaves[name], args, kwargs):
+        if not _has_gains_only(leaves[name], norm_input(args, kwargs)) or not is_norm(leaves[name], args, kwargs):
             continue
         replay.shapes[name] = tuple(norm_input(args, kwargs).shape)
         if y.numel() == replay.x.numel():
@@ -60,6 +59,20 @@ def find_norms(replay: Replay) -> None:
     for name in [name for name in replay.norms if name not in replay.all_norms]:  # ran several times
         del replay.norms[name]
     _find_layouts(replay)
+
+
+def _has_gains_only(module: nn.Module, x: torch.Tensor) -> bool:
+    """Return true if the weights of a module are vectors, or fit the last dimensions of its input one to one.
+
+    LayerNorm((tokens, channels)) has such weights. A gain of (heads, size of a head) fits the last dimension.
+    """
+
+    def fits(shape: torch.Size) -> bool:
+        last = x.shape[-len(shape) :]
+        fits_last = len(shape) < x.dim() and all(size in (1, other) for size, other in zip(shape, last, strict=True))
+        return fits_last or math.prod(shape) == x.shape[-1]
+
+    return has_vectors_only(module) or all(fits(parameter.shape) for parameter in module.parameters())
 
 
 def _find_layouts(replay: Replay) -> None:

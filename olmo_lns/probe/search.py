@@ -172,7 +172,6 @@ def _given_sites(replay: Replay, names: tuple[str, ...]) -> BlockSites:
             break
     else:
         raise NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")
-    checks.check_shared_norm(replay)
     return _checked(replay, ", given by norms=")
 
 

@@ -55,6 +55,35 @@ def require_whole_depth(
     )
 
 
+def require_no_block_between(
+    model: nn.Module, stack: Sequence[nn.Module | None], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Check that no other block runs between blocks whose norms the user passed, as in two lists that alternate.
+
+    What runs before the first or after the last of them may be another tower.
+
+    :param stack: the blocks, None for a block that is not a module. Without modules, nothing is checked.
+    :raises LNSConfigError: if there is one. The message names it.
+    """
+    blocks = [block for block in stack if block is not None and trace.calls.get(block) is not None]
+    if len(blocks) < max(2, len(stack)):
+        return
+    order = {module: number for number, module in enumerate(trace.runs)}
+    first, last = order[blocks[0]], order[blocks[-1]]
+    between = {
+        name: module
+        for name, module in similar_modules(model, blocks, trace, _widths(blocks, trace), run).items()
+        if any(first < order[part] < last for part in module.modules() if part in order)
+    }
+    # A norm on an output that is tapped between two blocks does not change the stream.
+    if between and _reaches(list(between.values()), blocks[-1], trace, run):
+        raise LNSConfigError(
+            f"norms=: {', '.join(between)} runs between the blocks of these norms and looks like a block itself. The "
+            "factor of a block depends on its number in the whole depth. Give the norms of all blocks, in the order in "
+            "which they run."
+        )
+
+
 def _refuse_a_stage(
     model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, run: Callable[[], Any], lists: Mapping[str, Any]
 ) -> None:
@@ -80,6 +109,26 @@ def _refuse_a_stage(
                 "blocks= has only a part of the blocks. Expected all of them, because the factor of a block depends "
                 f"on its number in the whole depth. Pass all blocks in order: {_joined(first, second, name)}."
             )
+
+
+def _reaches(modules: Sequence[nn.Module], block: nn.Module, trace: Trace, run: Callable[[], Any]) -> bool:
+    """Return true if the stream in front of a block depends on the outputs of these modules."""
+    call = trace.calls[block]
+    found: list[torch.Tensor] = []
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        y = first_output(output)
+        return replace_first(output, 2.0 * y.roll(1, -1)) if torch.is_tensor(y) else output
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(args[call.place] if isinstance(call.place, int) else kwargs[call.place])  # type: ignore[union-attr]
+
+    parts = [part for module in modules for part in _parts_that_run(module)]
+    handles = [part.register_forward_hook(change) for part in parts]
+    with probe.hooks([*handles, block.register_forward_pre_hook(note, with_kwargs=True)]), torch.no_grad():
+        run()
+    assert call is not None
+    return bool(found) and (found[0].shape != call.stream.shape or not torch.equal(found[0], call.stream))
 
 
 def _joined(*names: str) -> str:
@@ -286,6 +335,7 @@ def _normed_branches(module: nn.Module, call: probe.Call) -> int:
                 return call.replay(copied, x).double() - x.double()
 
             small, large, other = added(64.0 * x), added(256.0 * x), added(64.0 * another)
+            ordinary = added(4.0 * x)  # a function that saturates, such as tanh, is still far from its limit there
             first = x.clone().flatten(0, -2)
             first[0] = another.flatten(0, -2)[0]
             one_row = added(64.0 * first.view(x.shape))
@@ -294,7 +344,8 @@ def _normed_branches(module: nn.Module, call: probe.Call) -> int:
     size, moved = float(small.norm()), float((large - small).norm())
     depends = float((other - small).norm()) > 0.2 * size > 1e-3 * float(x.norm())
     rows = small.norm(dim=-1)
-    if not depends or moved >= 0.2 * size or float(rows.max()) < (1 + 3e-3) * float(rows.min()):
+    saturates = float((ordinary - small).norm()) >= 0.2 * size
+    if not depends or saturates or moved >= 0.2 * size or float(rows.max()) < (1 + 3e-3) * float(rows.min()):
         return 0
     mixes = float((one_row - small).flatten(0, -2)[1:].norm()) > 1e-3 * size
     return 2 if mixes or moved > 1e-3 * size else 1

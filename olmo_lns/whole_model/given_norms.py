@@ -142,17 +142,22 @@ def _block_of(
     traced: Trace,
     names: dict[nn.Module, str],
 ) -> nn.Module | None:
-    """Return the block of a pair: the smallest module that contains both norms, takes the stream and ran once.
+    """Return the block of a pair: the largest module that contains both norms, takes the stream and ran once.
+
+    What a wrapper adds to a block is then examined as well.
 
     :param others: the other norms that the user passed. The result is None if each such module contains one of them.
     """
+    block = None
     parts = names[pair[0]].split(".")[:-1]
     while parts:
         module = model.get_submodule(".".join(parts))
         inside = set(module.modules())
         if inside & others:
-            return None
+            break
         if inside >= set(pair) and traced.ran_once(module):
-            return module
+            block = module
+            if not others:  # each module around the only block would do
+                break
         parts.pop()
-    return None
+    return block

@@ -110,6 +110,12 @@ def encoder(**options):
         (kinds_of(kinds.Locked), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (kinds_of(kinds.InPlace), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         (kinds_of(kinds.RootBlock), in_list("layers.{0}.n1 layers.{0}.n2"), X),
+        (
+            kinds_of(lambda: kinds.Block(norm=lambda d: nn.LayerNorm((8, d)))),
+            in_list("layers.{0}.n1 layers.{0}.n2"),
+            X,
+        ),
+        (kinds_of(lambda: kinds.Block(norm=kinds.ByHead)), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         # Streams in other orders of dimensions, and other places.
         (lambda: nn.Sequential(*(kinds.Transposed() for _ in range(4))), in_list("{0}.n1 {0}.n2"), X.transpose(1, 2)),
         (lambda: nn.Sequential(*(kinds.Tokens() for _ in range(4))), in_list("{0}.n1 {0}.n2"), IMAGES),
@@ -117,6 +123,7 @@ def encoder(**options):
         (lambda: kinds.SecondStack(kinds.Second), in_list("layers.{0}.n1 layers.{0}.n2"), X),
         # What adds to the stream without a norm is no block.
         (lambda: kinds.Mixed(before=kinds.Adapter), in_list("layers.{0}.n1 layers.{0}.n2", 3), X),
+        (lambda: kinds.Mixed(before=kinds.Squashed), in_list("layers.{0}.n1 layers.{0}.n2", 3), X),
         (lambda: kinds.Stack(kinds.Drops), in_list("layers.{0}.n1 layers.{0}.n2"), X),
     ],
 )
@@ -150,6 +157,8 @@ def test_the_hook_against_the_fused_kernel_survives_a_copy_and_goes_with_the_sch
         ),
         (kinds.Stack, lambda m: [(b.n1, b.n2) for b in m.layers], "layers.{0}.n1 layers.{0}.n2"),
         (lambda: kinds.Stack(kinds.Fused), lambda m: [b.norm for b in m.layers], "layers.{0}.norm"),
+        (kinds_of(kinds.OneOutput), lambda m: [b.norm for b in m.layers], "layers.{0}.norm"),
+        (lambda: kinds.Alternating(True), lambda m: [(b.n1, b.n2) for b in m.dense], "dense.{0}.n1 dense.{0}.n2"),
         (kinds.Attributes, lambda m: [(b.n1, b.n2) for b in m.children()], "b{0}.n1 b{0}.n2"),
     ],
 )
@@ -378,6 +387,26 @@ REFUSED = {
         kinds.Stack,
         {"norms": lambda m: [(b.n1, b.n2) for b in m.layers], "blocks": lambda m: m.layers},
         "Give one of them",
+    ),
+    "attention with a fused output": (
+        kinds_of(lambda: kinds.OneOutput(["attention"])),
+        {"norms": lambda m: [b.norm for b in m.layers]},
+        "one branch reads norm",
+    ),
+    "a feed-forward with a fused output": (
+        kinds_of(lambda: kinds.OneOutput(["mlp"])),
+        {"norms": lambda m: [b.norm for b in m.layers]},
+        "its norm keys runs without any effect",
+    ),
+    "every second block": (
+        kinds.Alternating,
+        {"norms": lambda m: [(b.n1, b.n2) for b in m.dense]},
+        "sparse runs between the blocks",
+    ),
+    "a stream that a wrapper normalises": (
+        kinds_of(kinds.Normed),
+        {"norms": lambda m: [(b.inner.n1, b.inner.n2) for b in m.layers]},
+        "reads its stream elsewhere",
     ),
     "a stream that is read elsewhere": (
         lambda: kinds.Stack(kinds.Fused),

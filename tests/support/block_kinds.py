@@ -63,6 +63,24 @@ class Fused(nn.Module):
         return x + self.o(attention(qkv)) + self.down(F.silu(gate) * up)
 
 
+class OneOutput(nn.Module):
+    """One norm and one output matrix for both branches together, as timm's ``DiffParallelScalingBlock``.
+
+    :param branches: the names of the branches that the block has.
+    """
+
+    def __init__(self, branches=("attention", "mlp")):
+        super().__init__()
+        self.branches, self.norm, self.fused = branches, nn.LayerNorm(D), nn.Linear(D, 5 * D)
+        self.keys, self.act, self.out = nn.LayerNorm(D), nn.GELU(), nn.Linear(3 * D, D)
+
+    def forward(self, x):
+        q, k, v, up = self.fused(self.norm(x)).split([D, D, D, 2 * D], -1)
+        mixed, hidden = F.scaled_dot_product_attention(q, self.keys(k), v), self.act(up)
+        mixed = mixed if "attention" in self.branches else torch.zeros_like(mixed)
+        return x + self.out(torch.cat([mixed, hidden if "mlp" in self.branches else torch.zeros_like(hidden)], -1))
+
+
 class Wrapped(nn.Module):
     """A block with one norm in a wrapper, as litgpt's Falcon under a wrapper of its user."""
 
@@ -404,6 +422,53 @@ class Adapter(nn.Module):
 
     def forward(self, x):
         return x + self.mix(x)
+
+
+class Squashed(Adapter):
+    """Adds a function that saturates to the stream in front of the blocks."""
+
+    def forward(self, x):
+        return x + torch.tanh(self.mix(x))
+
+
+class ByHead(nn.Module):
+    """An RMSNorm with a gain for each head and each of its channels."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, d // 4))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:]) * self.weight.flatten()
+
+
+class Alternating(nn.Module):
+    """Two lists whose blocks run in turn. :param tapped: the second list has norms on outputs, and no blocks."""
+
+    def __init__(self, tapped=False):
+        super().__init__()
+        self.dense = nn.ModuleList([Block() for _ in range(4)])
+        self.sparse = nn.ModuleList([nn.LayerNorm(D) if tapped else Block() for _ in range(4)])
+        self.tapped = tapped
+
+    def forward(self, x):
+        taps = []
+        for dense, sparse in zip(self.dense, self.sparse, strict=True):
+            x = dense(x)
+            taps.append(sparse(x))
+            x = x if self.tapped else taps[-1]
+        return torch.cat(taps)
+
+
+class Normed(Wrapped):
+    """A block in a wrapper that normalises the stream behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        return F.layer_norm(self.inner(x), (D,))
 
 
 class Gated(Block):

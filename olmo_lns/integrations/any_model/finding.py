@@ -16,6 +16,7 @@ from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.refusals import refuse_adapted
 from olmo_lns.processes import on_first_rank
 from olmo_lns.whole_model.blocks import Blocks, find_blocks
+from olmo_lns.whole_model.depth import require_no_block_between
 from olmo_lns.whole_model.given_norms import check_given_norms
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import require_residual_stream
@@ -89,6 +90,7 @@ def _locate(
             stack: list[nn.Module | None] = [*found.blocks]
         else:
             given = check_given_norms(model, norms, run)
+            require_no_block_between(model, given.blocks, given.trace, run)
             found, pairs, stack = Blocks("", [], given.trace), [*given.pairs], given.blocks
         advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
