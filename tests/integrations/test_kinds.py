@@ -325,7 +325,7 @@ REFUSED = {
     "a bypass where there are gradients": (kinds_of(kinds.Bypass), {}, "with gradients its branches bypass"),
     "a summary of the stream": (lambda: kinds.SummaryStack(kinds.Summary), {}, "block 2 reads the model's stream"),
     "signs": (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.Spikes)), {}, "none of its modules is a norm"),
-    "a stage of another width": (kinds.TwoStages, {"blocks": lambda m: m.two}, "one.*Expected all"),
+    "a stage of another width": (kinds.TwoStages, {"blocks": lambda m: m.two}, "one.*all blocks"),
     "one norm a layer": (kinds.Flat, {"norms": lambda m: [layer.norm for layer in m.layers]}, "give its two norms"),
     "a first block whose norms have another name": (lambda: kinds.Mixed(kinds.RootBlock), {}, "outside of it: first"),
     "half of the norms of another name": (
