@@ -73,6 +73,8 @@ def tables():
 
 
 FUNCTIONS = {}
+if (conversion := getattr(peft.utils, "transformers_weight_conversion", None)) is not None:  # needs transformers 5
+    FUNCTIONS["save"] = conversion.get_checkpoint_conversion_mapping
 cases = {f"{name}: {kind}": partial(adapted, kind, name) for name in ADAPTERS for kind in CONFIGS}
 cases |= {f"save: {name}": partial(saved, name) for name in ("LoRA", "LoRA with norms", "LN tuning", "IA3")}
 cases |= {
