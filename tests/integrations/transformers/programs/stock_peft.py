@@ -1,5 +1,6 @@
 """Runs PEFT on models of each kind; this package adds rows to its tables. Usage: ``stock_peft.py FOLDER``."""
 
+import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -73,8 +74,10 @@ def tables():
 
 
 FUNCTIONS = {}
-if (conversion := getattr(peft.utils, "transformers_weight_conversion", None)) is not None:  # needs transformers 5
-    FUNCTIONS["save"] = conversion.get_checkpoint_conversion_mapping
+with contextlib.suppress(ImportError):  # transformers 4
+    from peft.utils.transformers_weight_conversion import get_checkpoint_conversion_mapping
+
+    FUNCTIONS["save"] = get_checkpoint_conversion_mapping
 cases = {f"{name}: {kind}": partial(adapted, kind, name) for name in ADAPTERS for kind in CONFIGS}
 cases |= {f"save: {name}": partial(saved, name) for name in ("LoRA", "LoRA with norms", "LN tuning", "IA3")}
 cases |= {
