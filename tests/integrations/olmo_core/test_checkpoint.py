@@ -89,7 +89,7 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
             scheme_of_model(built)
         norm.lns_scale = kept
     built.blocks["1"], built.blocks["3"] = built.blocks["3"], built.blocks["1"]
-    with pytest.raises(MeasurementError, match=r"expected \[\(2, 'attn'\)"):
+    with pytest.raises(MeasurementError, match=r"Expected it on \[\(2, 'attn'\)"):
         scheme_of_model(built)
     lost = model_config.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
     with pytest.raises(CheckpointMismatchError, match="Expected one"):
