@@ -104,6 +104,25 @@ def test_weights_that_exist_are_measured_under_a_default_device_of_meta():
     assert factors(model) == EXPECTED
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_are_measured_under_another_default_dtype(dtype):
+    model = own()[0]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        olmo_lns.apply(model)
+    finally:
+        torch.set_default_dtype(before)
+    assert factors(model) == EXPECTED
+
+
+def test_weights_are_measured_under_autocast():
+    model = own()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        olmo_lns.apply(model)
+    assert factors(model) == EXPECTED
+
+
 def test_an_example_and_blocks_on_meta_are_taken():
     with torch.device("meta"):
         model = own()[0]

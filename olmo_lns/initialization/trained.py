@@ -114,17 +114,19 @@ def _largest_singular_value(matrix: torch.Tensor, steps: int = 32) -> float:
     Each step adds one vector to an orthonormal basis, in which the value is then computed. For random matrices of up
     to 512 rows and columns, 32 steps give four digits, in a tenth of the time of all singular values.
     """
-    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(matrix.shape[1], generator=generator, dtype=matrix.dtype, device="cpu")
     basis = matrix.new_zeros(0, matrix.shape[1])
-    for _ in range(steps):
-        vector = vector / vector.norm()
-        basis = torch.cat([basis, vector[None]])
-        image = vector = matrix.T @ (matrix @ vector)
-        for _ in range(2):
-            vector = vector - basis.T @ (basis @ vector)
-        if float(vector.norm()) <= 1e-5 * float(image.norm()):  # the basis has the whole row space
-            break
-    return float(torch.linalg.matrix_norm(basis @ matrix.T, 2))
+    with torch.autocast("cpu", enabled=False):  # the caller may build and change the model under autocast
+        for _ in range(steps):
+            vector = vector / vector.norm()
+            basis = torch.cat([basis, vector[None]])
+            image = vector = matrix.T @ (matrix @ vector)
+            for _ in range(2):
+                vector = vector - basis.T @ (basis @ vector)
+            if float(vector.norm()) <= 1e-5 * float(image.norm()):  # the basis has the whole row space
+                break
+        return float(torch.linalg.matrix_norm(basis @ matrix.T, 2))
 
 
 def mark_folded(norm: nn.Module) -> None:

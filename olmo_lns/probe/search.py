@@ -80,7 +80,10 @@ def pre_ln_sites(
     for dtype in (torch.float32, torch.bfloat16, None) if known is None else (known.dtype,):
         try:
             # Each run sets its own seed, so the random state of the training run is restored afterwards.
-            with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+            # The caller may be under autocast, whose rounding would hide what the probe compares.
+            device = call.stream.device
+            without_autocast = torch.autocast(device.type, enabled=False)
+            with torch.no_grad(), without_autocast, torch.random.fork_rng([device] if call.stream.is_cuda else []):
                 copied = random_copy(block, None if known is None else known.block, weights, dtype)
                 replay = Replay(copied, call.detached(dtype), dtype)
                 if known_result is not None and known is not None:

@@ -71,7 +71,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), _without_compilers():
+        without_autocast = torch.autocast(shadow.device_of(model).type, enabled=False)
+        with torch.random.fork_rng(devices), torch.no_grad(), without_autocast, _without_compilers():
             yield
     finally:
         for module, mode in training.items():
