@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 
 def test_each_framework_has_an_integration_and_each_integration_a_row():
     folders = {path.parent.name for path in (PACKAGE / "integrations").glob("*/__init__.py")}
-    assert folders == set(FRAMEWORKS)
+    assert folders - {"any_model"} == set(FRAMEWORKS)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
