@@ -85,7 +85,7 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
     for name in {norms[0], norms[-1]}:
         norm = getattr(built.blocks["1"], name)
         norm.lns_scale, kept = 1.0, norm.lns_scale
-        with pytest.raises(MeasurementError, match=r"block 2: .*different|block 2, .*: found (norm|branch)_scale=1.0"):
+        with pytest.raises(MeasurementError, match=r"block 2: .*different|block 2, .*: found (norm|output)_scale=1.0"):
             scheme_of_model(built)
         norm.lns_scale = kept
     built.blocks["1"], built.blocks["3"] = built.blocks["3"], built.blocks["1"]

@@ -104,7 +104,7 @@ DECODERS = {
     "qwen3": ("qwen3_debugmodel", None),
     "qwen3, a mixture": ("qwen3_moe_debug", None),
     "deepseek_v3": ("deepseek_v3_debugmodel", None),
-    "muse_glimmer": ("muse_glimmer_debugmodel", "its norm post_ffn_norm sits on a branch"),
+    "muse_glimmer": ("muse_glimmer_debugmodel", "its norm post_attention_norm sits on a branch"),
     "gpt_oss": ("gpt_oss_debugmodel_flex", None),
     "kimi_k2_7": ("kimi_k2_5_debugmodel", None),
     "qwen3_5": ("qwen35_debugmodel", "olmo_lns.torchtitan.lns had no effect"),
