@@ -1,4 +1,5 @@
-"""Environment variables of this package. Only this module reads ``OLMO_LNS_*``.
+"""Environment variables of this package. In this package only this module reads ``OLMO_LNS_*``; the
+start-up file ``olmo_lns_autoload.pth`` reads ``OLMO_LNS_DISABLE`` itself.
 
 A variable with this prefix that is not in the list may be a typing error. In a run with a scheme, and in the commands
 of this package, :func:`check` raises an error for it. When a framework is only imported, :func:`warn` logs it.
@@ -25,7 +26,7 @@ NORM_BACKEND = "OLMO_LNS_NORM_BACKEND"
 #: Name -> its effect in one line, for help texts and ``olmo-lns doctor``.
 VARIABLES = {
     ALLOW_MISMATCH: "1 loads a checkpoint whose config names another scheme than the run, with a warning",
-    DISABLE: "1 keeps the installed plugin out of every interpreter",
+    DISABLE: "1 switches the start-up hook off, so that no framework is changed when it is imported",
     INITIALIZATION: "OLMo: 'upstream' keeps scaled initialization under a scheme, 'plain' removes it without a scheme",
     MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
     NORM_BACKEND: "implementation of the norms: auto, te or torch",

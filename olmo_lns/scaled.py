@@ -199,7 +199,7 @@ def scale(
     :param arithmetic: the arithmetic of a norm whose class is known. Its gain and bias are then multiplied, unless its
         forward is wrapped or the result is not ``factor`` times the framework's output. In these cases, and for None,
         the output is multiplied. The reason is in the start-up line, and its details are in the log.
-    :param mixin: a class that is tried instead of :class:`ScaledGainNorm`, under the same conditions.
+    :param mixin: a class that is tried under the same conditions if ``arithmetic`` is None.
     :param plan_without_factor: the plan that the module computes without this factor.
     :param factor_name: the field of the plan which the factor sets.
     :param respond: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
@@ -243,21 +243,23 @@ def scale(
             module.lns_arithmetic = arithmetic
         if (replaced := vars(module).get(name := _forward_name(module))) is not None:
             setattr(module, name, ScaledForward(module, replaced))
+        failure = "the multiplied gain gave another result"
         try:
             problem = respond(module).problem(stock_response, factor)
         except Exception as error:  # the arithmetic needs an attribute that is missing
             problem = f"{type(error).__name__}: {error}"
+            failure = "the norm could not be computed with a multiplied gain"
         if not problem:
             if reason:
                 module.lns_how_applied = f"outputs multiplied ({reason})"
             return stock_response.measured
         restore_class(module, stock)
         if mixin is not ScaledOutput:
-            reason = "the multiplied gain gave another result"
+            reason = failure
             log.info("%s (%s): %s: %s. The output is multiplied instead.", where, stock.__name__, reason, problem)
     raise MeasurementError(
-        f"{where} ({stock.__name__}): measured {problem}. This module bypasses its forward, so its output cannot be "
-        "scaled. Expected a norm whose forward computes its output. Use such a norm."
+        f"{where} ({stock.__name__}): with its output multiplied, the norm has {problem}. Expected a norm whose "
+        "forward computes its output. A kernel may compute it elsewhere. Switch such a kernel off, or use another norm."
     )
 
 

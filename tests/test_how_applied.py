@@ -46,7 +46,11 @@ def replaced():
 @pytest.mark.parametrize(
     ("make", "reason", "logged"),
     [
-        (Renamed, "the multiplied gain gave another result", "AttributeError: 'Renamed' object has no attribute 'eps'"),
+        (
+            Renamed,
+            "the norm could not be computed with a multiplied gain",
+            "AttributeError: 'Renamed' object has no attribute 'eps'",
+        ),
         (Centered, "the multiplied gain gave another result", "times the framework's own, expected 0.5 times"),
         (replaced, "the forward is replaced on the norm", ""),
         (lambda: Decorated(8), "the forward of the norm is wrapped", ""),

@@ -188,7 +188,7 @@ def test_what_is_refused_with_weights_is_refused_without_and_left_as_it_was():
 
 def test_inference_mode_is_refused_in_a_sentence():
     model = Model(added_in_place)
-    with torch.inference_mode(), pytest.raises(LNSConfigError, match="Call apply before inference mode begins"):
+    with torch.inference_mode(), pytest.raises(LNSConfigError, match="Call this function before inference mode begins"):
         olmo_lns.apply(model)
     assert not factors(model)
 

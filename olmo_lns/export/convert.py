@@ -31,12 +31,13 @@ def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None
     """Fold an opened checkpoint in place and return the stock model of the output format.
 
     :param output_format: one of :data:`olmo_lns.export.FORMATS` except Megatron's, which is written without a model.
-    :param dtype: dtype of the exported weights; None keeps their dtypes.
+    :param dtype: dtype of the exported weights; None keeps those of the checkpoint.
     :raises LNSConfigError: if the scheme cannot be folded, no stock model computes the same, or weights are not finite.
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
     check_finite(opened.model.named_parameters())
+    dtype = dtype or opened.dtype
     if opened.format in (HF, MEGATRON):
         stock = huggingface.folded(opened, dtype)
     elif output_format == HF:

@@ -32,6 +32,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.metadata import read_metadata
 from olmo_lns.export.opened import Opened, reporting_load_errors
+from olmo_lns.export.saved_weights import widest
 from olmo_lns.folding import check_finite, multiplied
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
@@ -271,6 +272,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     model = huggingface.build(values, weights, folder)
     max_length = values["max_position_embeddings"]
     stock = Opened(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
+    stock.dtype = widest(entry.properties.dtype for entry in saved.tensors.values())
     return huggingface.with_scheme(stock, scheme)
 
 
@@ -328,7 +330,9 @@ def _llama_weights(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tens
             numbered = f"decoder.layers.{layer}." if is_stacked else "decoder.layers."
             name = huggingface.renamed(megatron_name.replace("decoder.layers.", numbered), _NAMES)
             if megatron_name.endswith(("layer_norm_weight", "layernorm.weight")):
-                state[name] = weight + saved.shift
+                # The gain of a Llama is 1 plus a zero-centered one. fp32 holds the sum, so it is rounded only once, at
+                # the end of the export.
+                state[name] = weight.float() + saved.shift if saved.shift else weight
             elif megatron_name.endswith("linear_qkv.weight"):
                 state |= {name.format(x): rows for x, rows in zip("qkv", _split_qkv(weight, config), strict=True)}
             elif megatron_name.endswith("linear_fc1.weight"):

@@ -30,6 +30,7 @@ class Opened:
     :param token_dtype: dtype of the token ids in the run's data files.
     :param eos_token_id: id of the end-of-text token, or None if it is unknown.
     :param pad_token_id: id of the padding token, or None if it is unknown.
+    :param dtype: dtype of the checkpoint's weights if the model has a wider one, or else None.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Opened:
     token_dtype: str = "uint16"
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    dtype: torch.dtype | None = None
 
 
 @contextmanager

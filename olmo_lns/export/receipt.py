@@ -45,13 +45,14 @@ def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, An
 
     These are the scheme of the model and its logits for fixed prompts, computed in fp32.
 
-    :param dtype: dtype of the export; None keeps the dtype of each weight.
+    :param dtype: dtype of the export; None keeps those of the checkpoint.
     :returns: the entries. ``rounding`` is the largest difference between the logits in fp32 and the logits of the same,
         unfolded model in the dtype of the export. If the model cannot run on this machine, as some mixtures of experts
         that need a GPU, ``not_run`` gives the reason, and there are no logits. Any other error of its forward, such
         as one for lack of memory, is raised.
     """
     model: Any = opened.model
+    dtype = dtype or opened.dtype
     entries: dict[str, Any] = {"scheme": str(opened.scheme)}
     dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     try:

@@ -83,11 +83,12 @@ class Integration:
         """
         with same_outcome_on_every_rank():
             located = self.locate(model, example, blocks, norms, any_model.locate_on_first_rank)
-        with sites.stock_on_failure(model), same_outcome_on_every_rank():
-            measured = any_model.attach(model, located, scheme, self.arithmetic_of, trained=trained)
-            any_model.check_without_hooks(model, located, example)
-            found = any_model.describe_initialization(model, located)
-        self.record_scheme(model, scheme)
+        with sites.stock_on_failure(model):
+            with same_outcome_on_every_rank():
+                measured = any_model.attach(model, located, scheme, self.arithmetic_of, trained=trained)
+                any_model.check_without_hooks(model, located, example)
+                found = any_model.describe_initialization(model, located)
+            self.record_scheme(model, scheme)  # no process has failed
         any_model.report(model, located, measured, found)
 
     def record_scheme(self, model: Any, scheme: Scheme) -> None:

@@ -143,7 +143,7 @@ class Replay:
     def effect(self, *modules: nn.Module, change: Change | None = None) -> torch.Tensor:
         """Freeze the sites, change the outputs of these modules, and return by how much the block's output changes.
 
-        :param change: the function that is applied to each output; the default shuffles the channels.
+        :param change: the function that is applied to each output; the default is :func:`roll_channels`.
         """
         return self.delta(dict.fromkeys(modules, change or roll_channels)) - self.reference_delta
 

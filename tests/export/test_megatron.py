@@ -81,6 +81,24 @@ def test_zero_centered_gains(version, argument, tmp_path):
     assert relative(logits(load_hf(tmp_path / "hf"), TOKENS), expected) <= 1e-5
 
 
+def test_a_zero_centered_gain_of_16_bits_is_rounded_once(tmp_path):
+    config = tiny.config()
+    centered = perturbed(config)
+    with torch.no_grad():
+        for name, parameter in centered.named_parameters():
+            if "norm" in name:
+                parameter.sub_(1)
+    centered.bfloat16()
+    gains = [p.double() + 1 for name, p in centered.decoder.layers.named_parameters() if "norm" in name]
+    root = save(tmp_path / "run", centered, arguments(config, layernorm_zero_centered_gamma=True))
+    assert export(root, tmp_path / "hf", "--format", "hf") == 0 and verify(root, tmp_path / "hf") == 0
+    exported = load_hf(tmp_path / "hf")
+    norms = [p for name, p in exported.model.layers.named_parameters() if "norm" in name]
+    assert len(gains) == len(norms) == 2 * config.num_layers
+    for number, (gain, norm) in enumerate(zip(gains, norms, strict=True)):
+        assert torch.equal(norm, (gain * (number // 2 + 1) ** -0.5).bfloat16())
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     config = tiny.config()

@@ -42,6 +42,7 @@ def _audit(event, arguments):
     path = os.fsdecode(arguments[0])
     # The import system opens modules and lists their folders.
     path = re.sub(r"\.pyc\.\d+$", ".pyc", path)  # while it is written
+    path = re.sub(r"default-[0-9a-f]{16}", "default-<data>", path)  # the cache of datasets, by the path of the data
     is_code = path.endswith(_CODE) if event == "open" else path in sys.path or os.path.exists(f"{path}/__init__.py")
     if not is_code and not path.startswith(("/proc", "/dev")):
         _opened.append(f"{event} {path}")

@@ -26,18 +26,20 @@ def require_unwrapped(model: nn.Module) -> None:
         or if the caller is in inference mode.
     """
     if not isinstance(model, nn.Module):
-        raise LNSConfigError(f"apply found a {type(model).__name__}. It expects a built model, a torch.nn.Module.")
+        raise LNSConfigError(
+            f"Found a {type(model).__name__}. Expected a built model, a torch.nn.Module. Build the model first."
+        )
     refuse_wrappers(model)
     refuse_offloaded(model)
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         raise LNSConfigError(
-            f"{type(model).__name__} has lazy modules, whose weights have no shape yet. apply expects a built model. "
+            f"{type(model).__name__} has lazy modules, whose weights have no shape yet. Expected a built model. "
             "Run the model once on an example first."
         )
     if torch.is_inference_mode_enabled():
         raise LNSConfigError(
-            "apply was called inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are "
-            "measured with their gradients. Call apply before inference mode begins."
+            "The call is inside torch.inference_mode(), in which PyTorch computes no gradients. The norms are measured "
+            "with their gradients. Call this function before inference mode begins."
         )
 
 

@@ -1,6 +1,6 @@
-"""The schemes in OLMo: ``register()`` adds the types and changes nothing else.
+"""The schemes in OLMo: ``register()`` adds the types, and wraps the functions that read, build and load them.
 
-Registered but not selected, OLMo is bit for bit itself. With ``layer_norm_type: lns`` (or
+If no scheme is selected, OLMo is bit for bit itself. With ``layer_norm_type: lns`` (or
 ``lns_rms``, ``lns_default``, ``lns_low_precision``) the two norms of block l are multiplied by 1/sqrt(l) and
 scaled initialization is off. Parameter names, state-dict keys and optimizer groups are OLMo's.
 """
