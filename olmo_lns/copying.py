@@ -28,7 +28,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     try:
         copies = dict(memo)
         copied = copy.deepcopy(module, copies)
-    except Exception:
+    except Exception:  # some attribute has no copy; a second failure is raised
         attributes = [
             each
             for part in module.modules()
@@ -59,7 +59,7 @@ def _can_be_copied(value: Any) -> bool:
         return True  # its elements are tried one by one
     try:
         copy.deepcopy(value)
-    except Exception:
+    except Exception:  # a class may raise anything; the attribute is shared then
         return False
     return True
 

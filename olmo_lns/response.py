@@ -93,7 +93,7 @@ def measure_response(module: nn.Module, width: int, shape: tuple[int, ...] = ())
     if shape:
         try:
             return measure_response(module, width)
-        except Exception:
+        except Exception:  # it does not take rows; an error of this second input is raised
             return _response(module, (6, *shape[1:]))
     return _response(module, (6, 3, width))
 

@@ -82,7 +82,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class How:
-    """What all arms of a case share: the device, the dtype of autocast, compilation, sharding."""
+    """The settings that all arms of a case share: the device, the dtype of autocast, compilation, sharding."""
 
     device: torch.device
     dtype: str = "fp32"

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import math
+import re
 
 import pytest
 import torch
 from support import block_kinds as kinds
-from support.other_models import IDS, Model
+from support.other_models import IDS, Model, own
 from torch import nn
 
 import olmo_lns
@@ -350,3 +352,15 @@ def test_a_norm_that_takes_no_other_class_is_refused_by_name():
     with pytest.raises(LNSError, match=r"\(Frozen\) takes no other class or no new attributes"):
         olmo_lns.apply(model, example=IDS)
     assert type(model.layers["0"].n1) is Frozen
+
+
+def test_a_weight_of_nan_is_named_by_apply_and_by_fold():
+    model = olmo_lns.apply(own()[0])
+    broken = own()[0]
+    name, weight = next((name, p) for name, p in broken.named_parameters() if p.dim() == 2 and "layers.1" in name)
+    with torch.no_grad():
+        weight[0, 0] = model.get_parameter(name)[0, 0] = math.nan
+    for function, each in ((olmo_lns.apply, broken), (olmo_lns.fold, model)):
+        with pytest.raises(LNSConfigError, match=rf"{re.escape(name)} holds NaN or infinite values \(1 of"):
+            function(each)
+    assert not list(sites.in_model(broken)) and len(list(sites.in_model(model))) == 8

@@ -115,3 +115,16 @@ def test_the_probe_neither_changes_the_block_nor_the_random_state():
     probe.pre_ln_sites(block, CALL)
     torch.testing.assert_close(block.state_dict(), before, rtol=0, atol=0)
     assert block.training and torch.equal(torch.get_rng_state(), state)
+
+
+class NoAutocast(PreLN):
+    def mlp(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no kernel for bf16")
+        return super().mlp(x)
+
+
+def test_the_log_names_a_block_that_was_not_checked_under_autocast(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        assert probe.pre_ln_sites(NoAutocast(), CALL).names == ("norm1", "norm2")
+    assert "NoAutocast does not run under autocast, so it was not checked there: no kernel for bf16" in caplog.text

@@ -42,7 +42,7 @@ from olmo_lns.study.engines.olmo_core import read
 
 @dataclass
 class ExperimentConfig(Config):
-    """What a run is; saved as config.json in each of its checkpoints."""
+    """The config of a run; saved as config.json in each of its checkpoints."""
 
     model: TransformerConfig
     dataset: NumpyFSLDatasetConfig

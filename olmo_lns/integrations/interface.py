@@ -13,7 +13,7 @@ from torch import nn
 
 from olmo_lns import environment, initialization, sites
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.folding import fold_norms
+from olmo_lns.folding import check_finite, fold_norms
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.norm import NormArithmetic, arithmetic_of_torch
@@ -28,7 +28,7 @@ _SOME_DEPTH = 8
 
 
 class Integration:
-    """What the public functions need of a framework. This class itself is for models of no framework."""
+    """The methods that the public functions call for a framework. This class itself is for models of no framework."""
 
     # --- what is known about a framework's models
 
@@ -52,7 +52,7 @@ class Integration:
         norms: Sequence[Any] | None = None,
         find: Callable[..., Located] = any_model.locate,
     ) -> Located:
-        """Find the norms in front of the branches of a model.
+        """Find the norms before the branches of a model.
 
         :param find: :func:`~olmo_lns.integrations.any_model.locate`, or the function that does so in the first process.
         """
@@ -163,6 +163,7 @@ def fold_model(
         raise LNSConfigError(
             f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."
         )
+    check_finite(model.named_parameters())  # outputs of NaN would prove nothing
     for part, integration in parts:
         integration.require_foldable(part)
     if not sites.read_back(model).only_scales_norms(max(site.n_layers for site in model_sites)):

@@ -35,7 +35,7 @@ class DtypeRule(enum.Enum):
 
 @dataclass(frozen=True)
 class NormArithmetic:
-    """How a framework's norm over the last dimension computes its result.
+    """The arithmetic by which a framework's norm over the last dimension computes its result.
 
     The parameters of the norm are its attributes ``weight`` and ``bias``. Each of them may be missing or None. If the
     attribute ``zero_centered_gamma`` is true, the gain is ``weight + 1``.

@@ -90,7 +90,7 @@ def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class NeutralBranch:
-    """What the branch of one site adds to the stream while gains and biases are neutral.
+    """The contribution of one site's branch to the stream while gains and biases are neutral.
 
     The output of the site is its frozen tensor.
 

@@ -1,4 +1,4 @@
-"""What a row of the table expects of ``olmo_lns.apply``: a real model, and which of its norms are right.
+"""A row of the table: a real model, and which of its norms ``olmo_lns.apply`` must scale.
 
 A row is written by reading the model's own code. It says where the model comes from, how a small one is built, what
 ``apply`` has to do with it, and which line of the model's code shows that. A row never looks at what ``apply`` found.

@@ -30,7 +30,7 @@ def write_config(folder, change):
 
 
 def forget_the_base(values):
-    """What transformers 4 sees of a config that transformers 5 wrote, and 5 of one without the setting."""
+    """The view that transformers 4 has of a config that transformers 5 wrote, and 5 of one without the setting."""
     for name in ("rope_theta", "rope_parameters", "rope_scaling"):
         values.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""How a model is built under the scheme, and stock, in each framework; the one place that knows the package.
+"""The ways to build a model under the scheme, and stock, in each framework; the one place that knows the package.
 
 Everything here runs in a process that has imported a framework and not yet the package (see driver.py).
 """
@@ -14,7 +14,7 @@ IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 class Route:
-    """What most frameworks have in common."""
+    """The parts that most frameworks have in common."""
 
     projections, folded, gain = None, False, "weight"
 

@@ -76,7 +76,7 @@ def write_config(folder, **changes):
 
 @dataclass(frozen=True)
 class Result:
-    """How a launch ended. ``text`` is stdout and stderr together."""
+    """The end of a launch. ``text`` is stdout and stderr together."""
 
     code: int
     text: str

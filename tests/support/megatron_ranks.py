@@ -111,7 +111,7 @@ def step(models, seed):
 
 
 def run(options):
-    """What this rank found: the losses of its stage (None in others), and its sites."""
+    """The findings of this rank: the losses of its stage (None in others), and its sites."""
     from olmo_lns import sites
 
     cfg, models = build(options)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from olmo_lns import probe, shadow
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.folding import check_finite
 from olmo_lns.integrations.any_model.example import forward, undisturbed
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, norms_to_hook
 from olmo_lns.integrations.any_model.located import Located
@@ -42,7 +43,7 @@ def locate(
     :param norms: the norms of each block from block 1, as pairs or as one norm that both branches read, if the user
         passed them.
     :param arithmetic_of: as in :func:`attach`.
-    :raises LNSConfigError: if no list of Pre-LN blocks is found.
+    :raises LNSConfigError: if no list of Pre-LN blocks is found, or if a weight is not finite.
     :raises MeasurementError: if a block cannot be run again.
     """
     blocks, norms = _as_list(blocks), _as_list(norms)
@@ -60,7 +61,11 @@ def locate(
 
             blocks, norms = tree_map_only(nn.Module, same, (blocks, norms), is_leaf=_is_module)
             model, example = copied, shadow.to_device(example, device)
-        return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
+        try:
+            return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
+        except LNSConfigError:
+            check_finite(model.named_parameters())  # NaN in the stream looks like a stream that bypasses the norms
+            raise
 
 
 def _as_list(value: Any) -> Any:

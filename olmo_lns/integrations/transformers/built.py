@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from torch import nn
 
@@ -83,15 +83,8 @@ class Transformers(Integration):
     def forward(self, model: nn.Module, example: Any) -> Callable[[], Any]:
         return any_model.forward(model, scaling.usual_example(model) if example is None else example)
 
-    def locate(
-        self,
-        model: nn.Module,
-        example: Any,
-        blocks: Sequence[nn.Module] | None,
-        norms: Sequence[Any] | None = None,
-        find: Callable[..., Located] = any_model.locate,
-    ) -> Located:
-        return scaling.locate(model, example, blocks, norms, find)
+    def locate(self, model: nn.Module, *args: Any, **options: Any) -> Located:
+        return scaling.locate(model, *args, **options)
 
     def apply(self, model: Any, scheme: Scheme, **options: Any) -> None:
         apply(model, scheme, in_every_process=True, **options)

@@ -1,4 +1,4 @@
-"""What the blocks compute, against stock models whose norms are multiplied by hooks."""
+"""The outputs of the blocks, against stock models whose norms are multiplied by hooks."""
 
 import copy
 import itertools

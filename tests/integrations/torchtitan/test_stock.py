@@ -1,4 +1,4 @@
-"""Where no scheme is selected, each wrapped function of torchtitan does what it does without this package.
+"""Without a selected scheme, each wrapped function of torchtitan does what it does without this package.
 
 A program runs every function on inputs of every kind, in a process with the start-up hook and in one without it. Results,
 errors, warnings, log, opened files and the random state are the same. There is one exception: a checkpoint's index is read

@@ -1,4 +1,4 @@
-"""Where no scheme is selected, transformers and the programs on it do what they do without this package.
+"""Without a selected scheme, transformers and the programs on it do what they do without this package.
 
 A program runs every wrapped function on inputs of every kind, in a process with the start-up hook and in one without it. Results,
 errors, warnings, log, opened files and the random state are the same. There is one exception: the config.json beside

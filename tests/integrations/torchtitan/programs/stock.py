@@ -80,7 +80,7 @@ def state(trainer):
 
 
 def with_trainer(use, name, *options):
-    """What ``use`` returns for a trainer, which is closed at the end."""
+    """The result of ``use`` for a trainer, which is closed at the end."""
     running = trainer(name, *options)
     try:
         return use(running)

@@ -25,7 +25,7 @@ def llama():
 
 
 def described(module):
-    """What Liger has set on a module, and the names of its functions."""
+    """The attributes that Liger has set on a module, and the names of its functions."""
     own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "_buffers") and k[0] != "_"}
     return {name: getattr(value, "__qualname__", value) for name, value in own.items()}
 
