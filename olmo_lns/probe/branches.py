@@ -15,7 +15,7 @@ from torch import nn
 
 from olmo_lns.probe.call import hooks
 from olmo_lns.probe.recognize import is_leaf, norm_input
-from olmo_lns.probe.replay import Change, Hook, Replay, roll_channels
+from olmo_lns.probe.replay import Change, Hook, Replay, raise_one_element, roll_channels
 from olmo_lns.response import first_output
 
 
@@ -189,11 +189,6 @@ def has_separate_paths(replay: Replay) -> bool:
     are on separate paths if neither changes what the other computes, and both effects on the stream add up. The gate of
     a branch is no path of its own, since it multiplies the branch.
     """
-
-    def raise_one_element(y: torch.Tensor) -> torch.Tensor:
-        raised = y.clone(memory_format=torch.contiguous_format)
-        raised.view(-1)[y.numel() // 2] += 1.0
-        return raised
 
     (name,) = replay.names
     norms = {part for norm in replay.all_norms.values() for part in norm.modules()} - {*replay.all_norms.values()}

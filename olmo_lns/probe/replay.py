@@ -238,11 +238,6 @@ class Replay:
         between would spread the change over many.
         """
 
-        def raise_one_element(y: torch.Tensor) -> torch.Tensor:
-            raised = y.clone(memory_format=torch.contiguous_format)
-            raised.view(-1)[y.numel() // 2] += 1.0
-            return raised
-
         size = self.effect(module, change=raise_one_element).abs()
         return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
 
@@ -325,3 +320,10 @@ class Replay:
 def roll_channels(y: torch.Tensor) -> torch.Tensor:
     """Double a tensor and shift its channels by one."""
     return 2.0 * y.roll(1, -1)
+
+
+def raise_one_element(y: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in which the middle element is greater by one."""
+    raised = y.clone(memory_format=torch.contiguous_format)
+    raised.view(-1)[y.numel() // 2] += 1.0
+    return raised

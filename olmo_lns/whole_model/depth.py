@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.probe.replay import roll_channels
 from olmo_lns.response import first_output, replace_first
 from olmo_lns.whole_model.names import expression, is_inside, norms_example
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
@@ -112,23 +113,35 @@ def _refuse_a_stage(
 
 
 def _reaches(modules: Sequence[nn.Module], block: nn.Module, trace: Trace, run: Callable[[], Any]) -> bool:
-    """Return true if the stream in front of a block depends on the outputs of these modules."""
-    call = trace.calls[block]
-    found: list[torch.Tensor] = []
+    """Return true if the stream before a block depends on the outputs of these modules."""
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:
         y = first_output(output)
-        return replace_first(output, 2.0 * y.roll(1, -1)) if torch.is_tensor(y) else output
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append(args[call.place] if isinstance(call.place, int) else kwargs[call.place])  # type: ignore[union-attr]
+        return replace_first(output, roll_channels(y)) if torch.is_tensor(y) else output
 
     parts = [part for module in modules for part in _parts_that_run(module)]
-    handles = [part.register_forward_hook(change) for part in parts]
-    with probe.hooks([*handles, block.register_forward_pre_hook(note, with_kwargs=True)]), torch.no_grad():
-        run()
+    before, after = _stream_before(block, [part.register_forward_hook(change) for part in parts], trace, run)
+    return after is not None and (after.shape != before.shape or not torch.equal(after, before))
+
+
+def _stream_before(
+    block: nn.Module, changes: list[Any], trace: Trace, run: Callable[[], Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the model under hooks that change outputs, and remove the hooks.
+
+    :param changes: the handles of the hooks.
+    :returns: the stream before ``block`` in the trace, and in this run. The second is None if the block does not run.
+    """
+    call = trace.calls[block]
     assert call is not None
-    return bool(found) and (found[0].shape != call.stream.shape or not torch.equal(found[0], call.stream))
+    found: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(args[call.place] if isinstance(call.place, int) else kwargs[call.place])
+
+    with probe.hooks([*changes, block.register_forward_pre_hook(note, with_kwargs=True)]), torch.no_grad():
+        run()
+    return call.stream, found[0] if found else None
 
 
 def _joined(*names: str) -> str:
@@ -140,21 +153,16 @@ def _joined(*names: str) -> str:
 
 def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace, run: Callable[[], Any]) -> bool:
     """Return true if the stream before the second blocks depends on the first blocks in each position."""
-    call = trace.calls[second[0]]
-    found: list[torch.Tensor] = []
+    if trace.calls[second[0]] is None:
+        return False
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:
-        return replace_stream(output, 2.0 * probe.stream_of(output).roll(1, -1))  # type: ignore[union-attr]
+        return replace_stream(output, roll_channels(probe.stream_of(output)))  # type: ignore[arg-type]
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append(args[call.place] if isinstance(call.place, int) else kwargs[call.place])  # type: ignore[union-attr]
-
-    hooks = [first[-1].register_forward_hook(change), second[0].register_forward_pre_hook(note, with_kwargs=True)]
-    with probe.hooks(hooks), torch.no_grad():
-        run()
-    if call is None or not found or found[0].shape != call.stream.shape:
+    before, after = _stream_before(second[0], [first[-1].register_forward_hook(change)], trace, run)
+    if after is None or after.shape != before.shape:
         return False
-    return bool((found[0] != call.stream).any(-1).all())
+    return bool((after != before).any(-1).all())
 
 
 def _widths(blocks: Sequence[nn.Module], trace: Trace) -> set[int]:
