@@ -24,13 +24,13 @@ def alike(replay: Replay) -> tuple[str, ...]:
 
     A branch is the module that contains one site but not the other, or that reads the output of one site.
     """
-    if len(replay.names) != 2:
+    if len(replay.site_names) != 2:
         return ()
     names = {module: name for name, module in replay.block.named_modules()}
     readers = _readers(replay)
     for pair in (
-        [_holder(replay, name) for name in replay.names],
-        [readers.get(name) for name in replay.names],
+        [_holder(replay, name) for name in replay.site_names],
+        [readers.get(name) for name in replay.site_names],
     ):
         first, second = pair
         if first is None or second is None or first is second or not _is_built_like(first, second):
@@ -61,15 +61,15 @@ def _readers(replay: Replay) -> dict[str, nn.Module]:
                 readers.setdefault(name, module)
 
     handles = [module.register_forward_pre_hook(read, with_kwargs=True) for module in replay.block.modules()]
-    handles += [replay.norms[name].register_forward_hook(wrote(name)) for name in replay.names]
+    handles += [replay.norms[name].register_forward_hook(wrote(name)) for name in replay.site_names]
     with hooks(handles):
-        replay.call.replay(replay.block, replay.x)
+        replay.forward()
     return readers
 
 
 def _holder(replay: Replay, name: str) -> nn.Module | None:
     """Return the largest module in the block that contains this site and no other, or None if none does."""
-    others = {replay.norms[other] for other in replay.names if other != name}
+    others = {replay.norms[other] for other in replay.site_names if other != name}
     parts = name.split(".")
     for length in range(1, len(parts)):
         module = replay.block.get_submodule(".".join(parts[:length]))
@@ -109,7 +109,7 @@ def neutral_branches(replay: Replay) -> list[NeutralBranch]:
     with replay.without_biases():
         whole = replay.delta()
         zeros = [replay.delta({site: torch.zeros_like}) for site in replay.sites]
-    return [NeutralBranch(name, zero, whole) for name, zero in zip(replay.names, zeros, strict=True)]
+    return [NeutralBranch(name, zero, whole) for name, zero in zip(replay.site_names, zeros, strict=True)]
 
 
 def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
@@ -142,7 +142,7 @@ def reads_norm_twice(replay: Replay) -> bool:
 
     These are the outputs of attention and feed-forward in a parallel block, whose branches read one norm.
     """
-    (name,) = replay.names
+    (name,) = replay.site_names
     here = torch.zeros_like(replay.x)
     replay.as_norm_reads(name, here)[(0,) * (here.dim() - 1)].fill_(1.0)
     if _mixes_and_does_not(replay, name, here):
@@ -190,7 +190,7 @@ def has_separate_paths(replay: Replay) -> bool:
     a branch is no path of its own, since it multiplies the branch.
     """
 
-    (name,) = replay.names
+    (name,) = replay.site_names
     norms = {part for norm in replay.all_norms.values() for part in norm.modules()} - {*replay.all_norms.values()}
     modules = [
         part for part in replay.block.modules() if part not in norms and part not in (replay.block, *replay.sites)

@@ -21,6 +21,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 from olmo_lns.response import first_output
 
 
+class BlockFailed(Exception):
+    """The code of the block, or of one of its modules, raised while the probe copied or ran it.
+
+    Its text is the class and the text of that error, which may be any.
+    """
+
+
+@contextmanager
+def code_of_the_block() -> Iterator[None]:
+    """Run code of the model in this context.
+
+    :raises BlockFailed: if the code raises.
+    """
+    try:
+        yield
+    except (NotPreLN, BlockFailed):
+        raise
+    except Exception as error:
+        raise BlockFailed(f"{type(error).__name__}: {error}") from error
+
+
 class NotPreLN(Exception):
     """The block is not Pre-LN.
 

@@ -15,32 +15,32 @@ from typing import Sequence
 import torch
 
 from olmo_lns.probe import branches
-from olmo_lns.probe.call import NotPreLN
+from olmo_lns.probe.call import BlockFailed, NotPreLN
 from olmo_lns.probe.replay import SAME_HALF, Change, Replay, Result, roll_channels
 
 log = logging.getLogger("olmo_lns")
 
 
-def check_block(replay: Replay, how_found: str = "") -> dict[str, float]:
+def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, float]:
     """Run all checks on a block.
 
-    :param how_found: text that follows the names of the sites in messages, such as ", given by norms=".
+    :param named_by_user: true if the user named the sites with ``norms=``.
     :returns: the result of :func:`shares_of_factors`. Where the block computes something different in training mode,
         it is the smaller one of both modes, since a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
-    site_names = replay.site_names + how_found
+    sites_text = replay.sites_text + (", given by norms=" if named_by_user else "")
     effects = check_sites_are_read(replay)
     check_number_of_sites(replay)
     check_other_norms_are_read(replay)
-    check_one_stream(replay, site_names)
+    check_one_stream(replay, sites_text)
     check_branches_differ(replay)
     neutral = branches.neutral_branches(replay)
-    check_ends_of_branches(replay, site_names, neutral)
-    if len(replay.names) == 1 and how_found:
+    check_ends_of_branches(replay, sites_text, neutral)
+    if len(replay.site_names) == 1 and named_by_user:
         check_shared_norm(replay)
     else:
-        check_two_branches(replay, site_names, effects)
+        check_two_branches(replay, sites_text, effects)
     check_with_gradients(replay)
     check_under_autocast(replay)
     shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay)
@@ -53,7 +53,7 @@ def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
     :returns: the effect of each site.
     """
     effects = [replay.effect(site) for site in replay.sites]
-    for name, effect in zip(replay.names, effects, strict=True):
+    for name, effect in zip(replay.site_names, effects, strict=True):
         if float(effect.norm()) < replay.tolerance * float(replay.reference_delta.norm()):
             raise NotPreLN(f"nothing reads its norm {name}")
     return effects
@@ -61,14 +61,14 @@ def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
 
 def check_number_of_sites(replay: Replay) -> None:
     """Check that the block has one or two sites."""
-    if (count := len(replay.names)) > 2:
-        found = f"{count} norms read the stream ({', '.join(replay.names)}), expected two"
+    if (count := len(replay.site_names)) > 2:
+        found = f"{count} norms read the stream ({', '.join(replay.site_names)}), expected two"
         raise NotPreLN(found, curable=count > 3)
 
 
 def check_other_norms_are_read(replay: Replay) -> None:
     """Check that each norm which is not a site has an effect on some output of the block."""
-    for name in [name for name in replay.norms if name not in replay.names]:
+    for name in [name for name in replay.norms if name not in replay.site_names]:
         outputs = replay.all_outputs({}), replay.all_outputs({replay.norms[name]: roll_channels})
         if all(replay.is_equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True)):
             raise NotPreLN(
@@ -77,22 +77,22 @@ def check_other_norms_are_read(replay: Replay) -> None:
             )
 
 
-def check_one_stream(replay: Replay, site_names: str) -> None:
+def check_one_stream(replay: Replay, sites_text: str) -> None:
     """Check that the block has no second stream, such as one that also normalizes the states of an encoder.
 
     A norm that is not a site reads a second stream in two cases. Either its input does not change when the outputs
     of the sites change. Or its input is another argument of the block plus a part that does not depend on that
     argument, as in a second residual connection.
     """
-    outside = [name for name in replay.all_norms if name not in replay.names]
+    outside = [name for name in replay.all_norms if name not in replay.site_names]
     if not outside:
         return
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
-    still, moved = (replay.inputs_of(outside, frozen=replay.names, changes=each) for each in ({}, changes))
+    still, moved = (replay.inputs_of(outside, frozen=replay.site_names, changes=each) for each in ({}, changes))
     suspects = {name for name in still.keys() & moved.keys() if replay.is_equal(still[name], moved[name])}
     varied: set[str] = set()  # norms that read an argument, or something that the block computes from one
     unchanged: set[str] = set()  # norms that read an argument which the block does not update, such as shared keys
-    names = [*replay.names, *outside]
+    names = [*replay.site_names, *outside]
     for index, tensor in enumerate(replay.call.tensors()):
         if not tensor.is_floating_point() or tensor.dim() < 2 or tensor is replay.call.stream:
             continue
@@ -100,7 +100,9 @@ def check_one_stream(replay: Replay, site_names: str) -> None:
         try:
             calls = [replay.call.with_tensor(index, value) for value in values]
             runs = [replay.run(replay.x, names, call=call)[1] for call in calls]
-        except Exception:  # the argument cannot have other values, so it is no stream
+        except BlockFailed:  # the argument cannot have other values, so it is no stream
+            runs = []
+        if [len(run) for run in runs] != [len(names)] * 2:  # or it decides which norms run
             varied |= suspects
             continue
         for name, *inputs in zip(names, *runs, strict=True):
@@ -117,7 +119,7 @@ def check_one_stream(replay: Replay, site_names: str) -> None:
     suspects = (suspects - unchanged) & varied
     if suspects:
         names_found = ", ".join(name for name in outside if name in suspects)
-        raise NotPreLN(f"it has two streams: its norm {names_found} reads another one than {site_names}")
+        raise NotPreLN(f"it has two streams: its norm {names_found} reads another one than {sites_text}")
 
 
 def _returns_another(replay: Replay, argument: torch.Tensor) -> bool:
@@ -142,40 +144,40 @@ def check_branches_differ(replay: Replay) -> None:
         )
 
 
-def check_ends_of_branches(replay: Replay, site_names: str, neutral: Sequence[branches.NeutralBranch]) -> None:
+def check_ends_of_branches(replay: Replay, sites_text: str, neutral: Sequence[branches.NeutralBranch]) -> None:
     """Check that no branch ends in a norm, which would cancel the factor (Sandwich-LN).
 
     The norm may be a module or a function.
     """
-    for name in [name for name in replay.norms if name not in replay.names]:
+    for name in [name for name in replay.norms if name not in replay.site_names]:
         if replay.is_added(replay.norms[name]):
-            raise NotPreLN(f"its norm {name} sits on a branch, besides {site_names} (Sandwich-LN)")
+            raise NotPreLN(f"its norm {name} sits on a branch, besides {sites_text} (Sandwich-LN)")
     for branch in neutral:
         if branches.ends_in_function(replay, branch):
             raise NotPreLN(f"the branch that reads {branch.name} ends in a norm that is a function (Sandwich-LN)")
 
 
-def check_two_branches(replay: Replay, site_names: str, effects: Sequence[torch.Tensor]) -> None:
+def check_two_branches(replay: Replay, sites_text: str, effects: Sequence[torch.Tensor]) -> None:
     """Check that the block has two branches, and not one that reads both sites, or a single one after one site.
 
     :param effects: the effect of each site alone. For two branches, the effect of both is their sum.
     """
-    if len(replay.names) == 2:
+    if len(replay.site_names) == 2:
         together = replay.effect(*replay.sites) - sum(effects)
         if float(together.norm()) > 10 * replay.tolerance * float(replay.reference_delta.norm()):
-            raise NotPreLN(f"it has one branch, after {site_names}; expected attention and feed-forward")
+            raise NotPreLN(f"it has one branch, after {sites_text}; expected attention and feed-forward")
     elif not branches.reads_norm_twice(replay):
         raise NotPreLN(
-            f"it has one branch, after {site_names}; expected attention and feed-forward, one of which mixes positions",
+            f"it has one branch, after {sites_text}; expected attention and feed-forward, one of which mixes positions",
             curable=True,
         )
 
 
 def check_shared_norm(replay: Replay) -> None:
     """Check that both branches read a norm which the user passed as the only one of the block."""
-    if len(replay.names) == 1 and not branches.reads_norm_twice(replay) and not branches.has_separate_paths(replay):
+    if not branches.reads_norm_twice(replay) and not branches.has_separate_paths(replay):
         raise NotPreLN(
-            f"one branch reads {replay.site_names}, given by norms=. A block has two branches, so give its two norms "
+            f"one branch reads {replay.sites_text}, given by norms=. A block has two branches, so give its two norms "
             "as a pair, also if they are in two modules"
         )
 
@@ -183,8 +185,8 @@ def check_shared_norm(replay: Replay) -> None:
 def check_with_gradients(replay: Replay) -> None:
     """Check that the branches also read the stream through the sites only when gradients are computed."""
     with torch.enable_grad():
-        if not replay.is_independent_of_stream(replay.names):
-            raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.site_names}")
+        if not replay.is_independent_of_stream(replay.site_names):
+            raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.sites_text}")
 
 
 def check_under_autocast(replay: Replay) -> None:
@@ -192,14 +194,14 @@ def check_under_autocast(replay: Replay) -> None:
     tolerance, replay.tolerance = replay.tolerance, SAME_HALF
     try:
         with torch.autocast(replay.x.device.type, torch.bfloat16):
-            is_independent = replay.is_independent_of_stream(replay.names)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # dtypes or a kernel that the block lacks
+            is_independent = replay.is_independent_of_stream(replay.site_names)
+    except BlockFailed as error:  # dtypes or a kernel that the block lacks
         log.info("%s does not run under autocast, so it was not checked there: %s", type(replay.block).__name__, error)
         is_independent = True
     finally:
         replay.tolerance = tolerance
     if not is_independent:
-        raise NotPreLN(f"under autocast its branches bypass {replay.site_names}")
+        raise NotPreLN(f"under autocast its branches bypass {replay.sites_text}")
 
 
 def check_in_training(replay: Replay) -> dict[str, float]:
@@ -213,16 +215,16 @@ def check_in_training(replay: Replay) -> dict[str, float]:
     with replay.in_mode(True):
         result = _run_with_all_branches(replay)
         with torch.no_grad():
-            is_independent = replay.is_independent_of_stream(replay.names)
-        results = result, replay.run(replay.second_input, replay.names)
+            is_independent = replay.is_independent_of_stream(replay.site_names)
+        results = result, replay.run(replay.second_input, replay.site_names)
         if not (is_independent and replay.are_independent_of_stream(results)):
-            raise NotPreLN(f"in training mode its branches bypass {replay.site_names}")
+            raise NotPreLN(f"in training mode its branches bypass {replay.sites_text}")
         replay.reference_delta = result[0]
         in_training = result[0], replay.delta(changes)
         if all(replay.is_equal(a, b) for a, b in zip(in_eval, in_training, strict=True)):
             return {}
         neutral = branches.neutral_branches(replay)
-        check_ends_of_branches(replay, f"{replay.site_names} in training mode", neutral)
+        check_ends_of_branches(replay, f"{replay.sites_text} in training mode", neutral)
         return shares_of_factors(replay, neutral)
 
 
@@ -234,10 +236,10 @@ def _run_with_all_branches(replay: Replay) -> Result:
     usual = replay.call
     for seed in range(8):
         replay.call = replace(usual, seed=seed)
-        if len((result := replay.run(replay.x, replay.names))[1]) == len(replay.names):
+        if len((result := replay.run(replay.x, replay.site_names))[1]) == len(replay.site_names):
             return result
     replay.call = usual
-    return replay.run(replay.x, replay.names)
+    return replay.run(replay.x, replay.site_names)
 
 
 def shares_of_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:

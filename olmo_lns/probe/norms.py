@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from olmo_lns.probe.call import NotPreLN, hooks
+from olmo_lns.probe.call import NotPreLN, code_of_the_block, hooks
 from olmo_lns.probe.recognize import has_vectors_only, is_leaf, is_norm, norm_input
 from olmo_lns.probe.replay import Hook, Replay
 from olmo_lns.response import first_output
@@ -25,6 +25,7 @@ def find_norms(replay: Replay) -> None:
     """Find the norms of a block, and store them with their frozen outputs and shapes in ``replay``.
 
     :raises NotPreLN: if a norm of the stream runs several times.
+    :raises BlockFailed: if the block raises.
     """
     calls_by_name: dict[str, list[tuple[Any, Any, Any]]] = {}
     leaves = {
@@ -37,13 +38,17 @@ def find_norms(replay: Replay) -> None:
         return lambda _, args, kwargs, output: calls_by_name.setdefault(name, []).append((args, kwargs, output))
 
     with hooks(module.register_forward_hook(note(name), with_kwargs=True) for name, module in leaves.items()):
-        replay.call.replay(replay.block, replay.x)
+        replay.forward()
     for name, norm_calls in calls_by_name.items():
         args, kwargs, output = norm_calls[0]
         y = first_output(output)
         if not torch.is_tensor(y) or not torch.is_tensor(norm_input(args, kwargs)) or not y.dim():
             continue
-        if not _has_gains_only(leaves[name], norm_input(args, kwargs)) or not is_norm(leaves[name], args, kwargs):
+        if not _has_gains_only(leaves[name], norm_input(args, kwargs)):
+            continue
+        with code_of_the_block():
+            ignores_size = is_norm(leaves[name], args, kwargs)
+        if not ignores_size:
             continue
         replay.shapes[name] = tuple(norm_input(args, kwargs).shape)
         if y.numel() == replay.x.numel():
@@ -88,7 +93,7 @@ def _find_layouts(replay: Replay) -> None:
     moved = (x - replay.second_input).double()
     orders = [usual, *(order for order in itertools.permutations(usual) if order != usual)]
     for name in names:
-        if not all(name in each for each in inputs):
+        if not all(name in each for each in inputs) or inputs[0][name].shape != inputs[1][name].shape:
             continue
         found = inputs[0][name] - inputs[1][name]
         found = found if found.shape == x.shape else found.flatten()

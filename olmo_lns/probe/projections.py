@@ -29,12 +29,12 @@ def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
     found = residual_projections(replay.block, replay.delta, replay.tolerance)
     parameters = dict(replay.block.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.numel() > max(parameter.shape, default=1)]
-    remain = _have_effect_without(replay, replay.names, [parameters[name] for name in found])
+    remain = _have_effect_without(replay, replay.site_names, [parameters[name] for name in found])
     if not any(remain):
         return found
     given = any(isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) for tensor in call.tensors())
     # A branch without matrices, such as pooling, has no projection that could be missed.
-    left = [name for name, has_effect in zip(replay.names, remain, strict=True) if has_effect]
+    left = [name for name, has_effect in zip(replay.site_names, remain, strict=True) if has_effect]
     return {} if given or not all(_have_effect_without(replay, left, matrices)) else found
 
 

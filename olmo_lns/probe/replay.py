@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from olmo_lns.probe.call import Call, hooks, stream_of
+from olmo_lns.probe.call import Call, code_of_the_block, hooks, stream_of
 from olmo_lns.probe.copies import set_training
 from olmo_lns.probe.recognize import normalized_input
 from olmo_lns.response import first_output, replace_first
@@ -62,19 +62,19 @@ class Replay:
         #: Norm -> the shape of its input.
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: The sites once they are found. The methods below freeze these norms unless others are named.
-        self.names: tuple[str, ...] = ()
+        self.site_names: tuple[str, ...] = ()
         self._reference_delta: torch.Tensor | None = None
         self._results: list[Result] = []
 
     @property
-    def site_names(self) -> str:
+    def sites_text(self) -> str:
         """The names of the sites as text for a message."""
-        return " and ".join(self.names)
+        return " and ".join(self.site_names)
 
     @property
     def sites(self) -> list[nn.Module]:
         """The sites of the copy."""
-        return [self.norms[name] for name in self.names]
+        return [self.norms[name] for name in self.site_names]
 
     def draw(self, like: torch.Tensor) -> torch.Tensor:
         """Return random numbers in the shape of ``like``. All blocks with one structure get the same numbers."""
@@ -82,6 +82,14 @@ class Replay:
         return numbers.to(like.device, self.dtype or like.dtype)
 
     # --- run the block ----------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Run the block on the first stream, without frozen norms. Hooks of the caller see its modules run.
+
+        :raises BlockFailed: if the block raises.
+        """
+        with code_of_the_block():
+            self.call.replay(self.block, self.x)
 
     def run(
         self,
@@ -98,6 +106,7 @@ class Replay:
         :param changes: module -> a function that is applied to its output. For a frozen norm it is applied to the
             frozen tensor.
         :param call: arguments of the block if they are not those of the model's forward.
+        :raises BlockFailed: if the block raises.
         """
         inputs: dict[str, torch.Tensor] = {}
 
@@ -118,7 +127,7 @@ class Replay:
         x = x.detach().requires_grad_(torch.is_grad_enabled())  # the block may read it
         handles = [self.all_norms[name].register_forward_hook(freeze(name), with_kwargs=True) for name in names]
         handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
-        with hooks(handles):
+        with hooks(handles), code_of_the_block():
             delta = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
         return delta, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
@@ -127,7 +136,7 @@ class Replay:
 
         :param changes: module -> a function that is applied to its output.
         """
-        return self.run(self.x, self.names, changes)[0]
+        return self.run(self.x, self.site_names, changes)[0]
 
     @property
     def reference_delta(self) -> torch.Tensor:
@@ -186,7 +195,7 @@ class Replay:
                 outputs.setdefault(module, []).append(y.detach().double())
 
         with hooks(module.register_forward_hook(note) for module in modules):
-            self.run(self.x, self.names, changes)
+            self.run(self.x, self.site_names, changes)
         return {module: found[0] for module, found in outputs.items() if len(found) == 1}
 
     def all_outputs(self, changes: Mapping[nn.Module, Change]) -> list[torch.Tensor]:
@@ -200,7 +209,7 @@ class Replay:
             outputs.extend([stream.detach(), *others] if stream is not None else others)
 
         with hooks([self.block.register_forward_hook(note)]):
-            self.run(self.x, self.names, changes)
+            self.run(self.x, self.site_names, changes)
         return outputs
 
     # --- compare ----------------------------------------------------------------------------------------------------
@@ -226,6 +235,8 @@ class Replay:
         """Return the same as :meth:`is_independent_of_stream`, from two results that are already there."""
         (delta, inputs), (second_delta, second_inputs) = results
         streams = self.x.double(), self.second_input.double()
+        if len(inputs) != len(second_inputs):  # the stream decides which norms run
+            return False
         return self.is_equal(delta, second_delta) and all(
             self.is_equal(a, b) or (accept_inner and self.is_equal(a + streams[0], b + streams[1]))
             for a, b in zip(inputs, second_inputs, strict=True)
@@ -243,39 +254,39 @@ class Replay:
 
     # --- another block of the same structure ------------------------------------------------------------------------
 
-    def take_from(self, known: Replay) -> None:
-        """Use the same norms, sites, frozen outputs and streams as for a block with the same structure."""
-        self.norms = {name: self.block.get_submodule(name) for name in known.norms}
-        self.all_norms = {name: self.block.get_submodule(name) for name in known.all_norms}
-        self.x, self.second_input, self.frozen = known.x, known.second_input, known.frozen
-        self.layouts, self.shapes, self.names = known.layouts, known.shapes, known.names
-        self.call = replace(self.call, summed=known.call.summed, is_change=known.call.is_change)
+    def take_from(self, earlier: Replay) -> None:
+        """Use the same norms, sites, frozen outputs and streams as for an earlier block with the same structure."""
+        self.norms = {name: self.block.get_submodule(name) for name in earlier.norms}
+        self.all_norms = {name: self.block.get_submodule(name) for name in earlier.all_norms}
+        self.x, self.second_input, self.frozen = earlier.x, earlier.second_input, earlier.frozen
+        self.layouts, self.shapes, self.site_names = earlier.layouts, earlier.shapes, earlier.site_names
+        self.call = replace(self.call, summed=earlier.call.summed, is_change=earlier.call.is_change)
 
     def results(self) -> list[Result]:
         """Return the results of :meth:`run` in eval mode and in training mode while the sites are frozen."""
         if not self._results:
             for trains in (False, True):
                 with self.in_mode(trains):
-                    self._results.append(self.run(self.x, self.names))
+                    self._results.append(self.run(self.x, self.site_names))
         return self._results
 
-    def matches(self, known: Replay) -> bool:
-        """Return true if this block and the other one compute the same, in eval mode and in training mode."""
-        for (delta, inputs), (expected, expected_inputs) in zip(self.results(), known.results(), strict=True):
+    def matches(self, earlier: Replay) -> bool:
+        """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
+        for (delta, inputs), (expected, expected_inputs) in zip(self.results(), earlier.results(), strict=True):
             pairs = zip((delta, *inputs), (expected, *expected_inputs), strict=False)
             if len(inputs) != len(expected_inputs) or not all(self.is_equal(a, b) for a, b in pairs):
                 return False
         return True
 
-    def matches_scaled(self, known: Replay, factor: float) -> bool:
-        """Return true if this block computes what the other one does, but multiplies its norms by ``factor`` itself.
+    def matches_scaled(self, earlier: Replay, factor: float) -> bool:
+        """Return true if this block computes what an earlier one does, but multiplies its norms by ``factor`` itself.
 
-        :param known: the same for another block, which has the same structure.
+        :param earlier: the replay of a block with the same structure.
         """
-        self.frozen, self.x, self.names = known.frozen, known.x, known.names
-        divided = {self.norms[name]: lambda y: y / factor for name in known.names if name in self.norms}
+        self.frozen, self.x, self.site_names = earlier.frozen, earlier.x, earlier.site_names
+        divided = {self.norms[name]: lambda y: y / factor for name in earlier.site_names if name in self.norms}
         with torch.no_grad():
-            return self.is_equal(self.delta(divided), known.delta())
+            return self.is_equal(self.delta(divided), earlier.delta())
 
     # --- state of the copy ------------------------------------------------------------------------------------------
 

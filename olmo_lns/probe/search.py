@@ -17,7 +17,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.probe import checks
-from olmo_lns.probe.call import Call, NotPreLN, hooks
+from olmo_lns.probe.call import BlockFailed, Call, NotPreLN, code_of_the_block, hooks
 from olmo_lns.probe.copies import random_copy
 from olmo_lns.probe.norms import find_norms
 from olmo_lns.probe.projections import find_projections
@@ -49,9 +49,9 @@ def pre_ln_sites(
     call: Call,
     *,
     where: str = "block 1",
-    names: tuple[str, ...] | None = None,
-    known_result: BlockSites | None = None,
-    given: bool = False,
+    expected_names: tuple[str, ...] | None = None,
+    names_by_user: tuple[str, ...] | None = None,
+    earlier: BlockSites | None = None,
     advice: str = "",
     weights: RandomWeights | None = None,
 ) -> BlockSites:
@@ -60,12 +60,12 @@ def pre_ln_sites(
     :param block: a block with weights of any floating dtype. They must not be on the meta device.
     :param call: the arguments that the block received in a real forward of the model.
     :param where: name of the block in error messages.
-    :param names: the expected norms, which the probe confirms.
-    :param known_result: the result for an earlier block with the same structure. This block then gets the same random
+    :param expected_names: the norms that the framework's block has. The probe confirms that they are the sites.
+    :param names_by_user: the norms that the user named with ``norms=``. The probe then searches for no others, and only
+        checks that the block reads its stream through these.
+    :param earlier: the result for an earlier block with the same structure. This block then gets the same random
         parameters and frozen outputs, and runs once in eval and once in training mode. If it computes the same as the
-        earlier block, ``known_result`` is returned. Otherwise it is probed separately.
-    :param given: true if the user named the norms ``names``. The probe then searches for no others, and only checks
-        that the block reads its stream through these.
+        earlier block, ``earlier`` is returned. Otherwise it is probed separately.
     :param advice: text that is added to an error if naming the norms can help.
     :param weights: memory of the random parameters, which the copies of several blocks share.
     :raises LNSConfigError: if the block is not Pre-LN. The message names the block and the reason.
@@ -74,38 +74,47 @@ def pre_ln_sites(
     Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
     for a Llama.
     """
-    problem: Exception | None = None
-    known = None if known_result is None else known_result.replay
+    problem: BlockFailed | None = None
     # Some kernels accept half precision only. The last attempt keeps the dtypes of the block.
-    for dtype in (torch.float32, torch.bfloat16, None) if known is None else (known.dtype,):
+    for dtype in (torch.float32, torch.bfloat16, None) if earlier is None else (earlier.replay.dtype,):
         try:
             # Each run sets its own seed, so the random state of the training run is restored afterwards.
             # The caller may be under autocast, whose rounding would hide what the probe compares.
             device = call.stream.device
             without_autocast = torch.autocast(device.type, enabled=False)
             with torch.no_grad(), without_autocast, torch.random.fork_rng([device] if call.stream.is_cuda else []):
-                copied = random_copy(block, None if known is None else known.block, weights, dtype)
+                with code_of_the_block():
+                    copied = random_copy(block, None if earlier is None else earlier.replay.block, weights, dtype)
                 replay = Replay(copied, call.detached(dtype), dtype)
-                if known_result is not None and known is not None:
-                    replay.take_from(known)
-                    if replay.matches(known):
-                        return known_result
-                    replay, names = Replay(copied, replay.call, dtype), names if given else known_result.names
+                if earlier is not None:
+                    replay.take_from(earlier.replay)
+                    if replay.matches(earlier.replay):
+                        return earlier
+                    replay, expected_names = Replay(copied, replay.call, dtype), earlier.names
                 with _refusing_runs_of(block):
                     find_norms(replay)
-                found = _given_sites(replay, names or ()) if given else _sites(replay, names)
-                projections = find_projections(replay, call) if known_result is None else known_result.projections
-                return replace(found, projections=projections)
+                if names_by_user is not None:
+                    _check_sites_of_user(replay, names_by_user)
+                else:
+                    _search_sites(replay, expected_names)
+                shares = checks.check_block(replay, named_by_user=names_by_user is not None)
+                return BlockSites(
+                    replay.site_names,
+                    cancelled=tuple(name for name, share in shares.items() if share < 0.01),
+                    partly_cancelled=tuple(name for name, share in shares.items() if 0.01 <= share < 0.25),
+                    projections=find_projections(replay, call) if earlier is None else earlier.projections,
+                    replay=replay,
+                )
         except NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
                 "read the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
                 + (f" {advice}" if advice and reason.curable else "")
             ) from None
-        except Exception as error:
+        except BlockFailed as error:
             problem = problem or error
     raise MeasurementError(
-        f"{where} ({type(block).__name__}) could not be run a second time ({type(problem).__name__}: {problem}). "
+        f"{where} ({type(block).__name__}) could not be run a second time ({problem}). "
         "Expected a forward that does not depend on a cache from an earlier call. Pass an example= without such a "
         f"cache. {advice}"
     ) from problem
@@ -115,20 +124,18 @@ def pre_ln_sites(
 def _refusing_runs_of(block: nn.Module) -> Iterator[None]:
     """Check that the copy of a block runs its own modules in this context, and none of the block.
 
-    :raises MeasurementError: if it runs a module of the original, which the message names.
+    :raises BlockFailed: if it runs a module of the original, which the message names.
     """
     names = {module: name for name, module in block.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
     ran: list[nn.Module] = []
     with hooks(module.register_forward_pre_hook(lambda module, args: ran.append(module)) for module in names):
         yield
     if ran:
-        raise MeasurementError(
-            f"its copy runs {names[ran[0]] or 'the block itself'} of the original, to which it refers"
-        )
+        raise BlockFailed(f"its copy runs {names[ran[0]] or 'the block itself'} of the original, to which it refers")
 
 
-def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
-    """Find the sites of the block and check it.
+def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
+    """Find the sites of the block, and store their names in ``replay``.
 
     :param expected: the expected sites, which are confirmed; None to search for them.
     :raises NotPreLN: if the block is not Pre-LN, or has other sites than expected.
@@ -153,21 +160,20 @@ def _sites(replay: Replay, expected: tuple[str, ...] | None) -> BlockSites:
             without = [other for other in names if other != name]
             if without and replay.are_independent_of_stream(tried := replay.run_twice(without), accept_inner=True):
                 names, results = without, tried
-    replay.names, replay.reference_delta = tuple(names), results[0][0]
+    replay.site_names, replay.reference_delta = tuple(names), results[0][0]
     if not replay.are_independent_of_stream(results):
         raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
-    return _checked(replay)
 
 
-def _given_sites(replay: Replay, names: tuple[str, ...]) -> BlockSites:
-    """Check that the block reads its stream through the norms that the user named, and nowhere else.
+def _check_sites_of_user(replay: Replay, names: tuple[str, ...]) -> None:
+    """Check that the block reads its stream through the norms that the user named, and store them in ``replay``.
 
-    :raises NotPreLN: if it does not, or if it fails a check.
+    :raises NotPreLN: if it reads the stream elsewhere.
     """
     if missing := [name for name in names if name not in replay.norms]:
         others = f"; its norms are {', '.join(replay.norms)}" if replay.norms else ""
         raise NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
-    replay.names = names
+    replay.site_names = names
     forms: tuple[dict[str, bool], ...] = ({}, {"summed": True}, {"is_change": True})
     for form in forms:
         replay.call = replace(replay.call, **{"summed": False, "is_change": False, **form})  # type: ignore[arg-type]
@@ -175,14 +181,3 @@ def _given_sites(replay: Replay, names: tuple[str, ...]) -> BlockSites:
             break
     else:
         raise NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")
-    return _checked(replay, ", given by norms=")
-
-
-def _checked(replay: Replay, how_found: str = "") -> BlockSites:
-    shares = checks.check_block(replay, how_found)
-    return BlockSites(
-        replay.names,
-        cancelled=tuple(name for name, share in shares.items() if share < 0.01),
-        partly_cancelled=tuple(name for name, share in shares.items() if 0.01 <= share < 0.25),
-        replay=replay,
-    )

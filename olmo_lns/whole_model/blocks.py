@@ -53,7 +53,8 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     """
     lists = {name: _elements(module) for name, module in model.named_modules() if isinstance(module, _LISTS)}
     lists = {name: listed for name, listed in lists.items() if listed}
-    trace = trace_forward(model, run, {*itertools.chain(*lists.values()), *(_given(model, blocks, lists) or ())})
+    passed = _check_user_blocks(model, blocks, lists) or ()
+    trace = trace_forward(model, run, {*itertools.chain(*lists.values()), *passed})
     if blocks is not None:
         listed = list(blocks)
         if not trace.is_stack(listed):
@@ -63,7 +64,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
             )
         _find_streams(listed, trace)
         require_one_stream(model, listed, trace, "blocks=", run)
-        require_whole_depth(model, listed, trace, "blocks=", run, lists, is_given=True)
+        require_whole_depth(model, listed, trace, "blocks=", run, lists, named_by_user=True)
         return Blocks("", listed, trace)
     stacks: dict[str, list[nn.Module]] = {}
     for name, listed in lists.items():
@@ -87,7 +88,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     listed = _blocks_of_chunks(name, listed, lists, trace)
     _find_streams(listed, trace)
     require_one_stream(model, listed, trace, name, run)
-    require_whole_depth(model, listed, trace, name, run, lists, is_given=False)
+    require_whole_depth(model, listed, trace, name, run, lists, named_by_user=False)
     return Blocks(name, listed, trace)
 
 
@@ -144,27 +145,27 @@ def _elements(module: nn.Module) -> list[nn.Module]:
     return rows[0] if len(rows) == 1 and isinstance(module, nn.Sequential) else []
 
 
-def _given(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) -> list[nn.Module] | None:
+def _check_user_blocks(model: nn.Module, blocks: Any, lists: Mapping[str, list[nn.Module]]) -> list[nn.Module] | None:
     """Return the blocks that the user passed as a list, or None if there are none.
 
     :raises LNSConfigError: if they are not modules of the model, or only a part of a list.
     """
     if blocks is None:
         return None
-    given = list(blocks)
-    if not given or not all(isinstance(block, nn.Module) for block in given):
+    passed = list(blocks)
+    if not passed or not all(isinstance(block, nn.Module) for block in passed):
         raise LNSConfigError(f"blocks={blocks!r}: expected modules, such as blocks=model.layers.")
-    if foreign := [type(block).__name__ for block in set(given) - set(model.modules())]:
+    if foreign := [type(block).__name__ for block in set(passed) - set(model.modules())]:
         raise LNSConfigError(f"blocks= holds a {foreign[0]} that is no part of this {type(model).__name__}.")
-    kinds = {type(block) for block in given}
+    kinds = {type(block) for block in passed}
     for name, listed in lists.items():
-        omitted = [block for block in listed if block not in set(given) and type(block) in kinds]
-        if omitted and set(given).intersection(listed):
+        omitted = [block for block in listed if block not in set(passed) and type(block) in kinds]
+        if omitted and set(passed).intersection(listed):
             raise LNSConfigError(
                 f"blocks= omits {len(omitted)} of the {len(listed)} blocks in {name}. Expected all of them, because "
                 "the factor of a block depends on its number in the whole model. Pass the whole list."
             )
-    return given
+    return passed
 
 
 def _refuse_repeated(

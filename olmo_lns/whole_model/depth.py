@@ -31,7 +31,7 @@ def require_whole_depth(
     run: Callable[[], Any],
     lists: Mapping[str, list[nn.Module]],
     *,
-    is_given: bool,
+    named_by_user: bool,
 ) -> None:
     """Check that no module outside of the list is a block of the same depth.
 
@@ -42,12 +42,12 @@ def require_whole_depth(
     widths = _widths(blocks, trace)
     outside = similar_modules(model, blocks, trace, widths, run)
     others: set[nn.Module] = set()
-    if outside and is_given and _is_separate(blocks, list(outside.values()), run):
+    if outside and named_by_user and _is_separate(blocks, list(outside.values()), run):
         others, outside = {part for module in outside.values() for part in module.modules()}, {}
     outside = outside or functional_blocks(model, {*blocks, *others}, trace, widths, run)
-    if is_given and not outside:
+    if named_by_user and not outside:
         _refuse_a_stage(model, blocks, trace, run, lists)
-    if not outside or (is_given and _is_separate(blocks, list(outside.values()), run)):
+    if not outside or (named_by_user and _is_separate(blocks, list(outside.values()), run)):
         return
     raise LNSConfigError(
         f"{type(model).__name__}: found {len(blocks)} blocks in {source} and similar blocks outside of it: "
@@ -93,10 +93,10 @@ def _refuse_a_stage(
     :raises LNSConfigError: if another list of blocks runs before or after these, and the later of the two depends on
         the earlier one in all positions of its stream.
     """
-    given = {module for block in blocks for module in block.modules()}
+    parts = {module for block in blocks for module in block.modules()}
     for name, listed in lists.items():
         members = {module for block in listed for module in block.modules()}
-        is_other = given.isdisjoint(members) and not any(given <= set(module.modules()) for module in listed)
+        is_other = parts.isdisjoint(members) and not any(parts <= set(module.modules()) for module in listed)
         if not is_other or not trace.is_stack(listed) or not all(map(trace.norm_count, listed)):
             continue
         if _feeds(listed, blocks, trace, run) or _feeds(blocks, listed, trace, run):
@@ -213,7 +213,7 @@ def similar_modules(
     }
     named = {part for module in alike.values() for part in module.modules()}
     rest = around - named
-    if len(rest) == 1 and not alike and all(map(_runs_behind(blocks, trace), rest)):  # of a head
+    if len(rest) == 1 and not alike and all(map(_runs_after(blocks, trace), rest)):  # of a head
         rest = set()
     return alike | {name: module for name, module in model.named_modules() if module in rest}
 
@@ -319,14 +319,14 @@ def functional_blocks(
         if call is not None and not inside and (count := _normed_branches(module, call)):
             found[name], branches[name] = module, count
     # One branch after the blocks that mixes no positions belongs to a head.
-    is_head = sum(branches.values()) == 1 and all(map(_runs_behind(blocks, trace), found.values()))
+    is_head = sum(branches.values()) == 1 and all(map(_runs_after(blocks, trace), found.values()))
     return {} if is_head else found
 
 
 def _normed_branches(module: nn.Module, call: probe.Call) -> int:
     """Return how many branches of a module read its stream through a norm.
 
-    The function looks only at what the module adds to its stream, so it also finds norms that are functions. Behind a
+    The function looks only at what the module adds to its stream, so it also finds norms that are functions. After a
     norm, this addition does not depend on the size of the stream. A second branch lets it depend on the size a little,
     since that branch also reads the output of the first one. A branch that ends in a norm does not count.
 
@@ -359,7 +359,7 @@ def _normed_branches(module: nn.Module, call: probe.Call) -> int:
     return 2 if mixes or moved > 1e-3 * size else 1
 
 
-def _runs_behind(blocks: Iterable[nn.Module], trace: Trace) -> Callable[[nn.Module], bool]:
+def _runs_after(blocks: Iterable[nn.Module], trace: Trace) -> Callable[[nn.Module], bool]:
     """Return a function that tells whether a module runs after all of these blocks."""
     order = {module: number for number, module in enumerate(trace.runs)}
     last = max((order[block] for block in blocks if block in order), default=-1)

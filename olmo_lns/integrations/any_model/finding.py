@@ -18,11 +18,11 @@ from olmo_lns.integrations.any_model.refusals import refuse_adapted
 from olmo_lns.processes import on_first_rank
 from olmo_lns.whole_model.blocks import Blocks, find_blocks
 from olmo_lns.whole_model.depth import require_no_block_between
-from olmo_lns.whole_model.given_norms import check_given_norms
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import require_residual_stream
 from olmo_lns.whole_model.trace import Trace
 from olmo_lns.whole_model.training import require_same_in_training
+from olmo_lns.whole_model.user_norms import check_user_norms
 
 
 def locate(
@@ -94,9 +94,9 @@ def _locate(
             pairs: list[tuple[nn.Module, ...] | None] = [None] * len(found.blocks)
             stack: list[nn.Module | None] = [*found.blocks]
         else:
-            given = check_given_norms(model, norms, run)
-            require_no_block_between(model, given.blocks, given.trace, run)
-            found, pairs, stack = Blocks("", [], given.trace), [*given.pairs], given.blocks
+            by_user = check_user_norms(model, norms, run)
+            require_no_block_between(model, by_user.blocks, by_user.trace, run)
+            found, pairs, stack = Blocks("", [], by_user.trace), [*by_user.pairs], by_user.blocks
         advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
         block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
         hooked = [name for block, each in probes for name in norms_to_hook(block, each, arithmetic_of)]
@@ -176,40 +176,39 @@ def _probe_blocks(
         inner = {module: name for name, module in block.named_modules()}
         names = None if pair is None else tuple(inner[norm] for norm in pair)
         key = (structure(block), names, tuple(tensor.shape for tensor in call.tensors()))
-        known = by_structure.get(key)
+        earlier = by_structure.get(key)
         found = probe.pre_ln_sites(
             block,
             call,
             where=f"block {number}",
-            names=names,
-            known_result=known,
-            given=pair is not None,
+            names_by_user=names,
+            earlier=earlier,
             advice=advice,
             weights=weights,
         )
         by_structure.setdefault(key, found)
-        if found is not known:
+        if found is not earlier:
             probes.append((block, found))
         first = numbers.setdefault(key, number)
-        if known is not None and found is not known and found.names == known.names:
-            _require_no_factor(found, known, number, first)
+        if earlier is not None and found is not earlier and found.names == earlier.names:
+            _require_no_factor(found, earlier, number, first)
         norms.append(tuple(block.get_submodule(name) for name in found.names))
         projections.append(found.projections)
     return norms, probes, tuple(projections if len(projections) == len(norms) else ())
 
 
-def _require_no_factor(found: probe.BlockSites, known: probe.BlockSites, number: int, first: int) -> None:
+def _require_no_factor(found: probe.BlockSites, earlier: probe.BlockSites, number: int, first: int) -> None:
     """Refuse a model whose blocks multiply the outputs of their norms by 1/sqrt(l) themselves.
 
     The model of the paper's repository does this.
 
     :param found: the result for this block.
-    :param known: the result for an earlier block with the same structure.
+    :param earlier: the result for an earlier block with the same structure.
     :param number: number of this block.
     :param first: number of the earlier block.
     :raises LNSConfigError: if this block is the earlier one with the factor of its own number.
     """
-    if found.replay.matches_scaled(known.replay, math.sqrt(first / number)):
+    if found.replay.matches_scaled(earlier.replay, math.sqrt(first / number)):
         raise LNSConfigError(
             f"Block {number} ({type(found.replay.block).__name__}) computes what block {first} computes if the outputs "
             f"of its norms are multiplied by sqrt({first}/{number}). This model therefore has LayerNorm Scaling in its "

@@ -206,14 +206,14 @@ _probed: dict[tuple[Any, ...], probe.BlockSites] = {}
 
 
 def check_forward(
-    block: Any, where: str, *, only_scales_norms: bool, like: probe.BlockSites | None = None
+    block: Any, where: str, *, only_scales_norms: bool, earlier: probe.BlockSites | None = None
 ) -> probe.BlockSites | None:
     """Run a narrow copy of OLMo's own block before it is changed.
 
     Under a scheme that keeps OLMo's forward, the block must read its stream through its two norms and nothing else.
     Under any other, :class:`SchemeBlock` with the plan of Pre-LN must compute what OLMo's forward does.
 
-    :param like: the result for an earlier block of the model. A block that computes the same is not probed again.
+    :param earlier: the result for an earlier block of the model. A block that computes the same is not probed again.
     :returns: what the probe found, or None under a scheme that replaces OLMo's forward.
     :raises LNSConfigError: if the block does not read its stream through its two norms.
     :raises MeasurementError: if the block cannot be run, or OLMo's forward computes something else than this package's.
@@ -224,9 +224,10 @@ def check_forward(
         call = probe.Call((x,), {"attention_bias": None}, 0)
         shapes = tuple((name, parameter.shape) for name, parameter in narrow_block.named_parameters())
         key = type(block), repr(narrow_block.config), shapes
-        known = like or _probed.get(key)
-        found = probe.pre_ln_sites(narrow_block, call, where=where, names=tuple(NORMS.values()), known_result=known)
-        if found is not known:
+        earlier = earlier or _probed.get(key)
+        expected = tuple(NORMS.values())
+        found = probe.pre_ln_sites(narrow_block, call, where=where, expected_names=expected, earlier=earlier)
+        if found is not earlier:
             with torch.random.fork_rng(devices=[]):
                 found.replay.results()  # measured now, before anything changes the class of the block
             _probed[key] = found

@@ -67,7 +67,7 @@ def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool
         found = None
         for number, block in enumerate(numbered, start=1):
             where = f"block {number}"
-            found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, like=found)
+            found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, earlier=found)
             measured.append("block" if found is None else "sites")
             measured += blocks.attach(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)

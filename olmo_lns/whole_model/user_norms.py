@@ -14,13 +14,13 @@ from torch import nn
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.whole_model.trace import Trace, trace_forward
 
-__all__ = ["GivenNorms", "check_given_norms"]
+__all__ = ["UserNorms", "check_user_norms"]
 
 _FORM = "norms=[(block.norm1, block.norm2) for block in model.layers]"
 
 
 @dataclass(frozen=True)
-class GivenNorms:
+class UserNorms:
     """The norms that the user passed.
 
     :param pairs: the norms of each block, from block 1. A pair of one norm is read by both branches.
@@ -33,7 +33,7 @@ class GivenNorms:
     trace: Trace
 
 
-def check_given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> GivenNorms:
+def check_user_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], Any]) -> UserNorms:
     """Run the model once, and check the norms that the user passed against this forward.
 
     :param norms: for each block, from block 1, the norms before attention and feed-forward, or the one norm that
@@ -44,36 +44,38 @@ def check_given_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], 
         missing. The message names the norm.
     """
     pairs = _pairs(norms)
-    names = {module: name for name, module in model.named_modules()}
+    name_of = {module: name for name, module in model.named_modules()}
     seen: set[nn.Module] = set()
     for number, pair in enumerate(pairs, start=1):
         for norm in pair:
-            if norm not in names:
+            if norm not in name_of:
                 raise LNSConfigError(
                     f"norms=: the {type(norm).__name__} of block {number} is no part of this {type(model).__name__}. "
                     "Give the modules of the model that apply() takes."
                 )
             if norm in seen:
-                raise LNSConfigError(f"norms=: {names[norm]} was given twice, again for block {number}. Give it once.")
+                raise LNSConfigError(
+                    f"norms=: {name_of[norm]} was given twice, again for block {number}. Give it once."
+                )
             seen.add(norm)
     traced = trace_forward(model, run, model.modules())
-    counts = {names[norm]: traced.runs.get(norm, 0) for norm in seen}
+    counts = {name_of[norm]: traced.runs.get(norm, 0) for norm in seen}
     if wrong := [f"{name} {count} times" for name, count in counts.items() if count != 1]:
         raise LNSConfigError(
             f"norms=: one forward of the example runs {', '.join(sorted(wrong))}. Expected each norm to run once. Pass "
             "only norms that the model calls, and an example= that runs every block once."
         )
     order = [norm for norm in traced.runs if norm in seen]
-    given = [norm for pair in pairs for norm in pair]
-    if order != given:
-        place = next(i for i, (a, b) in enumerate(zip(order, given, strict=True)) if a is not b)
+    passed = [norm for pair in pairs for norm in pair]
+    if order != passed:
+        place = next(i for i, (a, b) in enumerate(zip(order, passed, strict=True)) if a is not b)
         raise LNSConfigError(
-            f"norms=: {names[given[place]]} was given in place {place + 1}, where {names[order[place]]} runs. Give the "
-            f"norms in the order in which they run, from block 1: {_FORM}."
+            f"norms=: {name_of[passed[place]]} was given in place {place + 1}, where {name_of[order[place]]} runs. "
+            f"Give the norms in the order in which they run, from block 1: {_FORM}."
         )
-    _require_pairs_of_one_module(model, pairs, names, traced)
-    _require_no_omission(names, seen, traced)
-    return GivenNorms(pairs, [_block_of(model, pair, seen - set(pair), traced, names) for pair in pairs], traced)
+    _require_pairs_of_one_module(model, pairs, name_of, traced)
+    _require_no_omission(name_of, seen, traced)
+    return UserNorms(pairs, [_block_of(model, pair, seen - set(pair), traced, name_of) for pair in pairs], traced)
 
 
 def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
@@ -96,7 +98,7 @@ def _pairs(norms: Any) -> list[tuple[nn.Module, ...]]:
 
 
 def _require_pairs_of_one_module(
-    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], names: dict[nn.Module, str], traced: Trace
+    model: nn.Module, pairs: Sequence[tuple[nn.Module, ...]], name_of: dict[nn.Module, str], traced: Trace
 ) -> None:
     """Check that the two norms of each pair are in one block.
 
@@ -114,17 +116,17 @@ def _require_pairs_of_one_module(
             )
 
 
-def _require_no_omission(names: dict[nn.Module, str], given: set[nn.Module], traced: Trace) -> None:
+def _require_no_omission(name_of: dict[nn.Module, str], passed: set[nn.Module], traced: Trace) -> None:
     """Check that the user passed the norms of all blocks.
 
     :raises LNSConfigError: if another norm ran whose name differs only in its numbers from that of a passed norm.
     """
-    places, widths = {_place(names[norm]) for norm in given}, {traced.shapes.get(norm, (0,))[-1] for norm in given}
+    places, widths = {_place(name_of[norm]) for norm in passed}, {traced.shapes.get(norm, (0,))[-1] for norm in passed}
     for module in traced.runs:
-        omitted = module not in given and module in names and traced.is_norm(module)
-        if omitted and _place(names[module]) in places and traced.shapes.get(module, (0,))[-1] in widths:
+        omitted = module not in passed and module in name_of and traced.is_norm(module)
+        if omitted and _place(name_of[module]) in places and traced.shapes.get(module, (0,))[-1] in widths:
             raise LNSConfigError(
-                f"norms=: {names[module]} runs as well and was not given, although the norms of similar modules were "
+                f"norms=: {name_of[module]} runs as well and was not given, although the norms of similar modules were "
                 "given. The factor of a block depends on its number in the whole depth. Pass the norms of all blocks: "
                 f"{_FORM}."
             )
@@ -140,7 +142,7 @@ def _block_of(
     pair: tuple[nn.Module, ...],
     others: set[nn.Module],
     traced: Trace,
-    names: dict[nn.Module, str],
+    name_of: dict[nn.Module, str],
 ) -> nn.Module | None:
     """Return the block of a pair: the largest module that contains both norms, takes the stream and ran once.
 
@@ -149,7 +151,7 @@ def _block_of(
     :param others: the other norms that the user passed. The result is None if each such module contains one of them.
     """
     block = None
-    parts = names[pair[0]].split(".")[:-1]
+    parts = name_of[pair[0]].split(".")[:-1]
     while parts:
         module = model.get_submodule(".".join(parts))
         inside = set(module.modules())
