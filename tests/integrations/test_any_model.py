@@ -57,11 +57,15 @@ def _shard(model, blocks):
     fully_shard(model)
 
 
+def slow_compilation(kind):
+    return [pytest.mark.slow, *([pytest.mark.exhaustive] if kind != "own" else [])]
+
+
 @pytest.mark.parametrize(
     ("kind", "wrapping"),
     [
         # Compilation takes most of this test's time; one model of ours is enough to show that the norms can be traced.
-        pytest.param(kind, wrapping, marks=[pytest.mark.slow] if wrapping is _compile and kind != "own" else [])
+        pytest.param(kind, wrapping, marks=slow_compilation(kind) if wrapping is _compile else [])
         for kind in MODELS
         for wrapping in (None, _compile, _checkpoint, _shard)
     ],

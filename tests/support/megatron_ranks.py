@@ -1,6 +1,4 @@
-"""Train a tiny GPT under parallel layouts, one run after the other, under torchrun; every rank prints one line.
-
-    torchrun --nproc-per-node 2 -m support.megatron_ranks '[{"mode": "plugin", "pp": 2}]'
+"""Train a tiny GPT under parallel layouts, one run after the other, on two gloo ranks.
 
 A run has these keys, each of which may be left out:
 
@@ -9,8 +7,10 @@ A run has these keys, each of which may be left out:
 ``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig; ``ddp``: of DistributedDataParallelConfig.
 """
 
-import json
-import sys
+import os
+
+import torch
+import torch.distributed as dist
 
 from support import megatron_cpu
 
@@ -19,7 +19,6 @@ STEPS = 3
 
 def build(options):
     """The config and this rank's chunks."""
-    import torch
     from megatron.core.transformer.module import Float16Module
 
     from olmo_lns.integrations.megatron import apply
@@ -127,21 +126,14 @@ def run(options):
     return {"losses": losses, "sites": found}
 
 
-def main():
-    import torch.distributed as dist
-
+def run_all(rank, runs, folder):
+    """The findings of this rank of two in each run. The ranks meet in a file in ``folder``."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # sequence parallelism asks for it
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     found = []
     with megatron_cpu.cuda_answered():
-        for options in json.loads(sys.argv[1]):
+        for options in runs:
             megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
             found.append(run(options))
-        # The ranks print in turn: two that print at once would share a line.
-        for turn in range(dist.get_world_size()):
-            if turn == dist.get_rank():
-                print("RANK " + json.dumps(found), flush=True)
-            dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    dist.destroy_process_group()
+    return found

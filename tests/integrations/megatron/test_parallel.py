@@ -1,14 +1,19 @@
 """On two ranks the factor follows the global layer number, and training equals the hooked reference."""
 
 import json
+from pathlib import Path
 
 import pytest
-from support import launch
+
+# The ranks are forks of a process that has imported this file, and with it what they need of Megatron.
+pytest.importorskip("megatron.core.optimizer", reason="megatron-core is not installed")
+
+from support import forked, megatron_ranks
 
 pytestmark = pytest.mark.slow
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-#: Name -> the options of support.megatron_ranks.
+#: Name -> the options of megatron_ranks.run.
 LAYOUTS = {
     "TP2": {"tp": 2},
     "TP2, sequence parallel": {"tp": 2, "config": {"sequence_parallel": True}},
@@ -25,15 +30,21 @@ def losses(ranks):
     return next(rank["losses"] for rank in ranks if rank["losses"][0] is not None)
 
 
+def train(rank, folder):
+    """Run every layout in every mode, one after the other, in this rank of two; write what it found."""
+    runs = [LAYOUTS[name] | {"mode": mode} for name in LAYOUTS for mode in MODES]
+    found = megatron_ranks.run_all(rank, runs, folder)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """(layout, mode) -> what each rank found. One launch, since a launch costs more than its steps."""
-    runs = {(name, mode): LAYOUTS[name] | {"mode": mode} for name in LAYOUTS for mode in MODES}
-    env = launch.environment(PYTHONPATH=str(launch.REPOSITORY / "tests"), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    words = ["-m", "support.megatron_ranks", json.dumps(list(runs.values()))]
-    done = launch.torchrun(2, *words, cwd=tmp_path_factory.mktemp("ranks"), env=env).ok()
-    lines = [line.removeprefix("RANK ") for line in done.text.splitlines() if line.startswith("RANK ")]
-    return dict(zip(runs, zip(*map(json.loads, lines), strict=True), strict=True))
+    folder = tmp_path_factory.mktemp("ranks")
+    forked.run_ranks(__file__, "train", str(folder))
+    ranks = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    names = [(name, mode) for name in LAYOUTS for mode in MODES]
+    return dict(zip(names, zip(*ranks, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
