@@ -47,7 +47,11 @@ def unsupported(extra: str, python: str = "{}.{}".format(*sys.version_info)) -> 
     ''
     """
     environment = {"extra": extra, "python_version": python}
-    for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):
+    try:
+        requirements = importlib.metadata.requires("olmo-lns") or []
+    except importlib.metadata.PackageNotFoundError:  # a clone on PYTHONPATH
+        return ""
+    for requirement in map(Requirement, requirements):
         text = str(marker := requirement.marker)
         limit = re.search(r'python_version < "([0-9.]+)"', text)
         if marker and limit and f'extra == "{extra}"' in text and not marker.evaluate(environment):

@@ -33,7 +33,6 @@ import random
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
-from bench_docs import DOCS, HEADER, cells
+from bench_docs import DOCS, HEADER, cells, commit
 
 #: Layers, width, heads, SwiGLU inner width, vocabulary, sequence length, sequences per step. All arms of a case are in
 #: memory together; one of the size 1B takes 20 GB.
@@ -265,12 +264,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Return the command, commit, versions and machine of the measurement."""
     from olmo_lns.norm.transformer_engine import availability
 
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device_type": device.type,

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -19,6 +21,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 HEADER = "| case | arm | ms | / stock (95 % interval) | / stock, then multiplied |\n| --- | --- | --- | --- | --- |"
 MULTIPLIED = "stock, then multiplied"
 Ratio = Sequence[float]
+
+
+def commit() -> str:
+    """Return the commit of this repository. A copy without its history has it in ``SOURCE_COMMIT``."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    described = subprocess.run(git, cwd=DOCS, capture_output=True, text=True, check=False).stdout.strip()
+    return described or os.environ.get("SOURCE_COMMIT", "")
 
 
 def interval(ratio: Ratio | None) -> str:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Sequence
 
-from bench_docs import day
+from bench_docs import commit, day
 
 ROOT = Path(__file__).parents[1]
 
@@ -159,11 +159,10 @@ def summary_of_tests(outcome: dict[str, Any]) -> None:
 
 def environment_of(python: str, device: str) -> dict[str, Any]:
     """Return the command, commit, date and host, and what ``python`` says of its packages and the device."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     seen = subprocess.run([python, "-c", ENVIRONMENT, device], cwd=ROOT, capture_output=True, text=True, check=False)
     about = json.loads(seen.stdout.splitlines()[-1]) if seen.returncode == 0 else {"problem": seen.stderr[-300:]}
-    common = {"command": shlex.join(["python", *sys.argv]), "commit": commit, "date": datetime.date.today().isoformat()}
+    command, today = shlex.join(["python", *sys.argv]), datetime.date.today().isoformat()
+    common = {"command": command, "commit": commit(), "date": today}
     return {**common, "host": platform.platform(), "cores": os.cpu_count(), **about}
 
 
