@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import fields
-from logging.handlers import BufferingHandler, MemoryHandler, QueueHandler
+from logging.handlers import BufferingHandler, HTTPHandler, MemoryHandler, QueueHandler, SMTPHandler, SocketHandler
 from typing import Any, Iterable
 
 from olmo_lns import sites
@@ -15,6 +16,9 @@ from olmo_lns.scaled import Scaled
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 
 log = logging.getLogger("olmo_lns")
+
+#: Handlers that show a record to nobody, or may do so without an error.
+_UNSEEN = (logging.NullHandler, QueueHandler, SocketHandler, HTTPHandler, SMTPHandler)
 
 
 def start_up_line(
@@ -46,7 +50,8 @@ def write_line(line: str) -> None:
     """Write the start-up line to the log. In the first process, write it to stderr too if no handler shows it."""
     log.info("%s", line)
     if is_first_process() and not _is_shown(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):
-        print(line, file=sys.stderr)
+        with suppress(OSError, ValueError):  # stderr is closed, as in a daemon
+            print(line, file=sys.stderr)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
@@ -64,16 +69,18 @@ def _is_shown(record: logging.LogRecord) -> bool:
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
     """Return true if a handler passes a record on, at once or when it is closed.
 
-    A queue counts as lost, because the handler cannot tell whether anybody reads it.
+    A queue and a network connection count as lost, because the handler cannot tell whether anybody reads them.
     """
-    if isinstance(handler, (logging.NullHandler, QueueHandler)) or type(handler) is BufferingHandler:
+    if isinstance(handler, _UNSEEN) or type(handler) is BufferingHandler:
         return False
     if not handler.filter(record):
         return False
     if isinstance(handler, MemoryHandler):  # which does not compare the level of its target
         return handler.target is not None and handler.flushOnClose and _shows(handler.target, record)
-    stream = getattr(handler, "stream", None)
-    return not getattr(stream, "closed", False) and getattr(stream, "name", None) != os.devnull
+    console = getattr(handler, "console", None)  # of rich
+    stream = getattr(handler, "stream", getattr(console, "file", None))
+    is_open = not getattr(console, "quiet", False) and not getattr(stream, "closed", False)
+    return is_open and getattr(stream, "name", None) != os.devnull
 
 
 def _application(module: Any) -> str:

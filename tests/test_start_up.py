@@ -2,11 +2,23 @@
 
 import io
 import logging
+import logging.config
 import os
 import queue
-from logging.handlers import BufferingHandler, MemoryHandler, QueueHandler, QueueListener
+import sys
+from logging.handlers import (
+    BufferingHandler,
+    DatagramHandler,
+    MemoryHandler,
+    QueueHandler,
+    QueueListener,
+    SocketHandler,
+)
 
 import pytest
+from rich.console import Console
+from rich.logging import RichHandler
+from support import forked
 
 from olmo_lns import start_up
 
@@ -71,6 +83,11 @@ def closed():
         lambda: QueueHandler(queue.Queue()),
         lambda: logging.StreamHandler(closed()),
         lambda: logging.FileHandler(os.devnull),
+        lambda: SocketHandler("127.0.0.1", 9),
+        lambda: DatagramHandler("127.0.0.1", 9),
+        lambda: RichHandler(console=Console(quiet=True)),
+        lambda: RichHandler(console=Console(file=open(os.devnull, "w"))),  # noqa: SIM115
+        lambda: RichHandler(console=Console(file=closed())),
     ],
     ids=[
         "no target",
@@ -81,6 +98,11 @@ def closed():
         "a queue",
         "closed stream",
         "os.devnull",
+        "a server that is down",
+        "datagrams",
+        "a quiet console",
+        "a console at os.devnull",
+        "a console at a closed stream",
     ],
 )
 def test_the_line_is_on_stderr_if_its_handler_keeps_the_record(make, monkeypatch, capsys):
@@ -114,3 +136,38 @@ def test_a_line_is_in_the_log_even_if_its_target_is_set_later_and_its_queue_is_r
 def test_a_file_that_is_opened_late_shows_the_line(tmp_path, monkeypatch, capsys):
     write(monkeypatch, logging.FileHandler(tmp_path / "log", delay=True))
     assert (tmp_path / "log").read_text() == f"{LINE}\n" and not capsys.readouterr().err
+
+
+def test_a_line_on_the_console_of_rich_is_not_on_stderr(monkeypatch, capsys):
+    stream = io.StringIO()
+    write(monkeypatch, RichHandler(console=Console(file=stream, width=200)))
+    assert LINE in stream.getvalue() and not capsys.readouterr().err
+
+
+#: Configures logging as a launch may do, and writes the line.
+CONFIGURES = f"""
+import logging.config
+from olmo_lns import start_up
+{{}}
+start_up.write_line({LINE!r})
+"""
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        "logging.config.dictConfig({'version': 1})",
+        "logging.disable(logging.INFO)",
+        "logging.config.dictConfig({'version': 1, 'loggers': {'olmo_lns': {'level': 'ERROR'}}})",
+        "import sys; sys.stdout, sys.stderr = sys.stderr, None",
+    ],
+    ids=["loggers that exist are disabled", "logging is disabled", "the level of the package", "no stderr"],
+)
+def test_a_configuration_of_logging_does_not_hide_the_line(configure):
+    done = forked.run(CONFIGURES.format(configure))
+    assert done.stderr.splitlines()[-1:] == [LINE], done.stdout + done.stderr
+
+
+def test_a_launch_without_stderr_goes_on(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", closed())
+    write(monkeypatch, logging.NullHandler())

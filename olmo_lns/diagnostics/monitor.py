@@ -126,17 +126,21 @@ def start_file(path: Path, step: int) -> None:
     :raises LNSConfigError: if ``path`` is not a file of the monitor.
     """
     expected = ",".join(COLUMNS)
-    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else f"{expected}\n"
+    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if expected.startswith(content.strip("\0")):  # a crash of the machine leaves an empty file, or NUL bytes
+        content = f"{expected}\n"
     header, *rows = content[: content.rfind("\n") + 1].splitlines() or [content]  # without a row that has no end
     if header != expected:
         raise LNSConfigError(
             f"{MONITOR}: {path} is not a file of the monitor. Its columns are {header[:80]!r} instead of {expected!r}. "
             "Move the file away."
         )
-    samples: dict[str, list[str]] = {}  # step -> rows
+    samples: dict[int, dict[int, str]] = {}  # step -> block -> row; the last of equal ones, as of two attempts
     for row in filter(ROW.fullmatch, rows):
-        samples.setdefault(row.partition(",")[0], []).append(row)
-    blocks = max(map(len, samples.values()), default=0)
-    kept = [row for key, sample in samples.items() if int(key) <= step and len(sample) == blocks for row in sample]
+        sampled_step, block = map(int, row.split(",")[:2])
+        samples.setdefault(sampled_step, {})[block] = row
+    blocks = max((block for sample in samples.values() for block in sample), default=0)
+    whole = {key: sample for key, sample in sorted(samples.items()) if key <= step and len(sample) == blocks}
+    kept = [sample[block] for sample in whole.values() for block in sorted(sample)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n".join([header, *kept]) + "\n")

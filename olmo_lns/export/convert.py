@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from contextlib import contextmanager
@@ -52,12 +53,22 @@ def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside ``out``. It is renamed to ``out`` on success, and removed on an error.
 
-    :raises LNSConfigError: if ``out`` exists.
+    :raises LNSConfigError: if ``out`` exists, also as a link to nothing, or cannot be created.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise LNSConfigError(f"{out} exists. An export never overwrites files. Give the path of a new folder.")
+    if str(out).startswith("~"):
+        raise LNSConfigError(
+            f"{out} starts with ~, which the shell has not expanded. Expected the path of a new folder. Write $HOME "
+            "instead of ~."
+        )
     unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise LNSConfigError(
+            f"{out} cannot be created, because {out.parent} is no folder. Give the path of a new folder."
+        ) from None
     unfinished.mkdir()
     try:
         yield unfinished

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
-from olmo_lns.export.metadata import read_metadata
+from olmo_lns.export.metadata import SafeReader, load_tensors, read_metadata
 from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.export.saved_weights import widest
 from olmo_lns.folding import check_finite, multiplied
@@ -127,11 +127,8 @@ class Saved:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the unsharded tensors of the model on the CPU."""
-        state: dict[str, Any] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()
-        }
-        with reporting_load_errors(self.folder):
-            dcp_load(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()}
+        load_tensors(self.folder, state)
         return state
 
 
@@ -185,7 +182,7 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
     state: dict[str, Any] = dict.fromkeys(names)
     planner = _KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False)
     if names:
-        dcp_load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+        dcp_load(state, storage_reader=SafeReader(folder), planner=planner, no_dist=True)
     return state
 
 

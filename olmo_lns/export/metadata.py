@@ -1,7 +1,8 @@
-"""Check the metadata of a distributed checkpoint before a framework unpickles it.
+"""Read distributed checkpoints without running code from their files.
 
-torch and OLMo-core read the file ``.metadata`` with Python's ``pickle``, which runs the code that a file names. This
-module reads the file first, and builds only the classes that describe tensors.
+torch and OLMo-core read the file ``.metadata`` with Python's ``pickle``, which runs the code that a file names.
+OLMo-core reads tensors in this way, too. This module builds only the classes that describe tensors, and reads tensors
+with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.opened import reporting_load_errors
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"  # whose plans Megatron Core saves
@@ -64,3 +68,40 @@ def read_metadata(folder: Path) -> Metadata:
             "only. Restore the file, or report this error if the framework wrote it so."
         ) from None
     return metadata
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader, with :func:`read_metadata` instead of ``pickle``.
+
+    It reads what OLMo-core has written as well, whose class for the place of a tensor in the files lacks a field.
+
+    Example: ``load(state, storage_reader=SafeReader(folder), no_dist=True)``.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata of the checkpoint. :raises LNSConfigError: as in :func:`read_metadata`."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_data = {
+            index: info
+            if isinstance(info, _StorageInfo)
+            else _StorageInfo(info.relative_path, info.offset, info.length)
+            for index, info in (metadata.storage_data or {}).items()
+        }
+        return metadata
+
+
+def load_tensors(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Load tensors of a distributed checkpoint in place.
+
+    :param folder: folder with the file ``.metadata``.
+    :param state: name in the checkpoint -> a tensor of the same shape on the CPU, which gets the values.
+    :raises LNSConfigError: if a name is missing or not that of a tensor, or if a file is damaged or names other code.
+
+    Example: ``load_tensors(folder, {"model.norm.weight": torch.empty(64)})``.
+    """
+    entries = read_metadata(folder).state_dict_metadata
+    for name in state:
+        if name in entries and not isinstance(entries[name], TensorStorageMetadata):
+            raise LNSConfigError(f"{folder}: {name} is not a tensor. Expected the weights that the framework wrote.")
+    with reporting_load_errors(folder):
+        load(state, storage_reader=SafeReader(folder), no_dist=True)

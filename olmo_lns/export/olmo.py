@@ -15,7 +15,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
-from olmo_lns.export.metadata import read_metadata
+from olmo_lns.export.metadata import load_tensors, read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
@@ -69,7 +69,6 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 def _load(model: Any, folder: Path) -> None:
     """Load the weights. OLMo's own loader is not used, since that of 0.6.0 cannot read shards under torch >= 2.6."""
-    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with reporting_load_errors(f"{folder}, its weights,"):
@@ -83,7 +82,7 @@ def _load(model: Any, folder: Path) -> None:
                 for name, entry in metadata.items()
                 if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
             }
-            load(shards, checkpoint_id=folder / SHARDED, no_dist=True)
+            load_tensors(folder / SHARDED, shards)
             state = {name.removeprefix("model."): tensor for name, tensor in shards.items()}
         model.load_state_dict(state, assign=True)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
-from olmo_lns.export.metadata import read_metadata
+from olmo_lns.export.metadata import load_tensors, read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
@@ -38,7 +38,6 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     :raises LNSConfigError: if OLMo-core is not installed or refuses the config, or the weights do not fit the model.
     """
     try:
-        from olmo_core.distributed.checkpoint import load_model_and_optim_state
         from olmo_core.nn.transformer import TransformerConfig
     except ImportError as error:
         raise LNSConfigError(
@@ -49,8 +48,8 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     with reporting_load_errors(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         values = config["model"]
+        _require_config_classes(values, folder / CONFIG_FILE)
     weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
-    _require_tensors(weights)
     blocks = blocks_of(values)
     has_default_scaled = any(block.get("name") == DEFAULT_SCALED for block in blocks)
     if has_default_scaled:
@@ -64,7 +63,7 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
         if is_stock and scheme is not None and not scheme.is_pre_ln:
             apply(model_config, scheme.name, **scheme.parameters, initialization="upstream")
         model = model_config.build(init_device="cpu")
-        load_model_and_optim_state(str(weights), model)
+        load_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
     data = config.get("dataset") or {}
     tokenizer = data.get("tokenizer") or {}
     return Opened(
@@ -81,14 +80,30 @@ def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
     )
 
 
-def _require_tensors(weights: Path) -> None:
-    """Check that the weights are tensors, since OLMo-core unpickles any other object.
+def _require_config_classes(values: Any, source: Path) -> None:
+    """Check that a config names configs of OLMo-core or this package only. OLMo-core would call any other class.
 
-    :raises LNSConfigError: if one is not, or if the metadata is damaged.
+    :raises LNSConfigError: if it names something else.
     """
-    for name, entry in read_metadata(weights).state_dict_metadata.items():
-        if name.startswith("model.") and not isinstance(entry, TensorStorageMetadata):
-            raise LNSConfigError(f"{weights}: {name} is not a tensor. Expected the weights that OLMo-core wrote.")
+    from olmo_core.config import Config
+
+    for name in _class_names(values):
+        module, _, attribute = name.rpartition(".")
+        is_known = module.partition(".")[0] in ("olmo_core", "olmo_lns")
+        cls = getattr(importlib.import_module(module), attribute, None) if is_known else None
+        if not (isinstance(cls, type) and issubclass(cls, Config)):
+            raise LNSConfigError(
+                f"{source} names the class {name}. Expected configs of OLMo-core. If it is a class of your own, write "
+                "the config of OLMo-core that builds the same model into the file."
+            )
+
+
+def _class_names(values: Any) -> Iterator[str]:
+    if isinstance(values, dict) and "_CLASS_" in values:
+        yield str(values["_CLASS_"])
+    if isinstance(values, (dict, list)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _class_names(value)
 
 
 def _with_stock_blocks(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,11 +123,11 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
 
     :raises LNSConfigError: if they have not, or if no scheme was passed.
     """
-    from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_keys
-
-    metadata = get_checkpoint_metadata(str(weights)).state_dict_metadata
+    metadata = read_metadata(weights).state_dict_metadata
     names = [name for i in range(n_layers) if (name := f"model.blocks.{i}.{BUFFER}") in metadata]
-    saved = [float(value) for value in load_keys(str(weights), names)] if names else []
+    buffers = {name: torch.empty(getattr(metadata[name], "size", ())) for name in names}
+    load_tensors(weights, buffers)
+    saved = [float(value) for value in buffers.values()]
     if scheme is None:
         raise LNSConfigError(
             f"{folder} was trained with block.name={DEFAULT_SCALED}. Its config does not show whether the factors took "

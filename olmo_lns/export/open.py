@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ def format_of(source: str | Path) -> str:
 
     The format is recognized by the files in its folder. ``owner/name`` on the Hugging Face hub is transformers' format.
     A path that does not exist is taken for such a name only if it cannot be a mistyped path. This means that it has two
-    parts, and that there is no folder with the name of the first part.
+    parts, and that there is no folder, file or link with the name of the first part.
 
     :raises LNSConfigError: if the folder does not exist, is an adapter, or has no complete checkpoint.
     """
@@ -33,10 +34,12 @@ def format_of(source: str | Path) -> str:
     def has(*names: str) -> bool:
         return any((folder / name).exists() for name in names)
 
-    if _HUB_NAME.fullmatch(str(source)) and not folder.parent.exists():
+    if _HUB_NAME.fullmatch(str(source)) and not os.path.lexists(folder.parent):  # a dangling link is a path, too
         return HF
     if not folder.is_dir():
         found = f"{folder} is a file" if folder.exists() else f"There is no such folder: {folder}"
+        if folder.is_symlink() and not folder.exists():
+            found = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
         raise LNSConfigError(f"{found}. Give a checkpoint folder, or owner/name for a model on the Hugging Face hub.")
     if has("adapter_config.json"):
         raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")

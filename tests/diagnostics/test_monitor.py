@@ -131,6 +131,26 @@ def test_a_resumed_run_drops_rows_and_samples_that_were_cut(tmp_path, trainer, e
     assert path.read_text().splitlines()[1:] == whole
 
 
+def test_equal_rows_of_two_attempts_are_kept_once_and_in_order(tmp_path, trainer):
+    """Two headers, Windows' line ends, a sample that was written twice, and one whose attempts wrote a block each."""
+    path, head = tmp_path / "lns_variance.csv", ",".join(COLUMNS)
+    rows = [f"{step},{block},0.5,0.7,2,10" for step in (100, 200) for block in (1, 2)]
+    written = [head, *rows[2:], head, *rows[:2], "200,1,0.6,0.7,2,10", "200,2,0.6,0.7,2,10", "300,1,0.5,0.7,2,10", ""]
+    path.write_text("\r\n".join(written))
+    trainer.global_step = 300
+    Monitor(trainer, 100, path)
+    again = [row.replace("0.5", "0.6") for row in rows[2:]]
+    assert path.read_text() == "\n".join([head, *rows[:2], *again, ""])
+
+
+@pytest.mark.parametrize("content", ["", "\0" * 512, "step,blo"])
+def test_a_file_that_a_crash_left_without_its_header_starts_anew(tmp_path, trainer, content):
+    path = tmp_path / "lns_variance.csv"
+    path.write_text(content)
+    Monitor(trainer, 100, path)
+    assert path.read_text() == ",".join(COLUMNS) + "\n"
+
+
 def test_a_wrong_setting_is_refused():
     for bad in ("100", "every=0", "every=x", "evry=1", "every=5,path=x"):
         with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR is '{bad}'. Expected every="):

@@ -1,6 +1,7 @@
 """transformers' folders: ours, and stock ones that were trained with LNS elsewhere, become stock models."""
 
 import json
+import os
 import shutil
 import socket
 
@@ -87,15 +88,74 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     assert "is exported as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
 
 
-@pytest.mark.parametrize("path", ["runs/stp1000", "stp1000", "runs/lns/stp1000", "./owner/name", "~/run", "runs/note"])
-def test_a_mistyped_path_is_named_without_asking_the_hub(path, tmp_path, monkeypatch, capsys):
-    """A name on the hub has two parts, and there is no folder with the name of the first one."""
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        *(
+            (path, "no such folder")
+            for path in ("runs/stp1000", "stp1000", "runs/lns/stp1000", "./owner/name", "~/run")
+        ),
+        *((path, "no such folder") for path in ("owner/name/", "owner/name@main", "https://huggingface.co/owner/name")),
+        ("runs/note", "runs/note is a file"),
+        ("runs/note/step1000", "no such folder"),
+        ("latest", "latest is a link to gone, which does not exist"),
+        ("latest/step1000", "no such folder"),
+        ("itself/step1000", "no such folder"),
+        ("runs/" + "x" * 300, "File name too long"),
+    ],
+)
+def test_a_mistyped_path_is_named_without_asking_the_hub(path, found, tmp_path, monkeypatch, capsys):
+    """A name on the hub has two parts, and there is no folder, file or link with the name of the first one."""
     (tmp_path / "runs" / "step1000").mkdir(parents=True)
     (tmp_path / "runs" / "note").write_text("a file")
+    (tmp_path / "latest").symlink_to("gone")
+    (tmp_path / "itself").symlink_to("itself")
     monkeypatch.chdir(tmp_path)
     for function in ("getaddrinfo", "create_connection"):
         monkeypatch.setattr(socket, function, lambda *args, **kwargs: pytest.fail("the hub was asked"))
-    assert ("is a file" if path == "runs/note" else "no such folder") in refused(capsys, path, tmp_path / "out")
+    assert found in refused(capsys, path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("out", "found"),
+    [
+        ("latest", "exists"),
+        ("itself", "exists"),
+        ("note", "exists"),
+        ("note/out", "note is no folder"),
+        ("latest/out", "latest is no folder"),
+        ("~/out", "starts with ~"),
+    ],
+)
+def test_an_export_to_a_place_that_cannot_be_created_is_refused_at_once(out, found, tmp_path, monkeypatch, capsys):
+    (tmp_path / "note").write_text("a file")
+    (tmp_path / "latest").symlink_to("gone")
+    (tmp_path / "itself").symlink_to("itself")
+    (tmp_path / "lns").mkdir()
+    (tmp_path / "lns" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert export("lns", out) == 1
+    assert found in capsys.readouterr().err and sorted(os.listdir()) == ["itself", "latest", "lns", "note"]
+
+
+def test_folders_and_files_may_be_links(tmp_path, capsys):
+    plain = stock("llama")
+    expected = output(hooked("llama", plain), "llama")
+    apply(plain, initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
+    (tmp_path / "latest").symlink_to("lns")
+    (tmp_path / "again").symlink_to(tmp_path / "latest")
+    assert export(tmp_path / "again", tmp_path / "out") == 0
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert relative(output(loaded, "llama"), expected) <= 1e-5
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "lns" / name).rename(kept := tmp_path / name)
+        (tmp_path / "lns" / name).symlink_to("/nowhere/blob")
+        assert (
+            "safetensors" in (line := refused(capsys, tmp_path / "latest", tmp_path / "new")) or "config.json" in line
+        )
+        (tmp_path / "lns" / name).unlink()
+        kept.rename(tmp_path / "lns" / name)
 
 
 def test_a_name_that_is_no_path_is_looked_up_on_the_hub(tmp_path, monkeypatch, capsys):

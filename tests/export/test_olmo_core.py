@@ -1,6 +1,9 @@
 """OLMo-core checkpoints: stock OLMo-core and stock transformers compute what the model computed under its scheme."""
 
 import json
+import os
+import pickle
+import sys
 
 import pytest
 
@@ -8,11 +11,16 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 
 import numpy as np
 import torch
-from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+from olmo_core.distributed.checkpoint import (
+    get_checkpoint_metadata,
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+)
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerConfig
 from support import olmo_core_models as small
 from support.exports import export, load_hf, logits, refused, relative, verify
+from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_lns.cli import main
 from olmo_lns.export.open import open_model
@@ -83,6 +91,52 @@ def test_nothing_to_fold_and_a_missing_weight_are_named(trained, tmp_path, capsy
     assert "nothing to fold" in refused(capsys, trained(small.config())[0], tmp_path / "out")
     folder, _ = trained(apply(small.config()), small.model(small.config(n_layers=3)), "step2")
     assert "blocks.3" in refused(capsys, folder, tmp_path / "out")
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("end", [["--scheme", "lns"], []])
+def test_weights_that_run_code_are_refused(end, trained, tmp_path, capsys):
+    """OLMo-core unpickles what the files of weights hold; so do the buffers of default_scaled."""
+    config = default_scaled() if end else small.with_scheme(small.config())
+    folder, _ = trained(config, small.model(config))
+    weights, code = folder / "model_and_optim", pickle.dumps(Hostile(tmp_path / "ran"))
+    for place in get_checkpoint_metadata(weights).storage_data.values():
+        with (weights / place.relative_path).open("r+b") as file:
+            file.seek(place.offset)
+            file.write(code)
+    with pytest.raises(CheckpointException):
+        load_model_and_optim_state(weights, small.model(config))
+    (tmp_path / "ran").rmdir()  # OLMo-core has run the code
+    assert "cannot be loaded" in refused(capsys, folder, tmp_path / "out", *end)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["os.abort", "olmo_core.config.import_module", "olmo_core.nowhere.Config", "colorsys.X"]
+)
+@pytest.mark.parametrize("place", ["block", "block.layer_norm", ""])
+def test_a_config_that_names_another_class_is_refused(name, place, trained, tmp_path, capsys):
+    """OLMo-core imports the module of each class, and calls what it finds there."""
+    folder, _ = trained(small.with_scheme(small.config()))
+    config = json.loads((folder / "config.json").read_text())
+    target = config["model"]
+    for key in filter(None, place.split(".")):
+        target = target[key]
+    target.clear()
+    target["_CLASS_"] = name
+    (folder / "config.json").write_text(json.dumps(config))
+    sys.modules.pop("colorsys", None)
+    assert name in refused(capsys, folder, tmp_path / "out") or "nowhere" in name
+    assert "colorsys" not in sys.modules
 
 
 def default_scaled():
