@@ -4,15 +4,19 @@ import copy
 import functools
 import gc
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 # With Python's threshold of 700 new objects, a sixth of the time of the imports goes into garbage collection.
 gc.set_threshold(50_000, 20, 100)
 _frozen = ""
 _parsed = {}
+if "PYTEST_XDIST_WORKER" in os.environ and sys.platform.startswith("linux"):
+    forked.fork_worker()
 WITHOUT_OLMO = importlib.util.find_spec("olmo") is None
 collect_ignore_glob = ["integrations/olmo/*", "upstream/olmo/*"] if WITHOUT_OLMO else []
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hooked import hooked
+from support.marks import EXHAUSTIVE
 from support.other_models import IDS, MODELS, WIDTH, Block, Model, own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -57,15 +58,15 @@ def _shard(model, blocks):
     fully_shard(model)
 
 
-def slow_compilation(kind):
-    return [pytest.mark.slow, *([pytest.mark.exhaustive] if kind != "own" else [])]
+def compilation(kind):
+    """Compilation takes most of this test's time; one model of ours is enough to show that the norms can be traced."""
+    return pytest.mark.slow if kind == "own" else EXHAUSTIVE
 
 
 @pytest.mark.parametrize(
     ("kind", "wrapping"),
     [
-        # Compilation takes most of this test's time; one model of ours is enough to show that the norms can be traced.
-        pytest.param(kind, wrapping, marks=slow_compilation(kind) if wrapping is _compile else [])
+        pytest.param(kind, wrapping, marks=compilation(kind) if wrapping is _compile else [])
         for kind in MODELS
         for wrapping in (None, _compile, _checkpoint, _shard)
     ],

@@ -1,5 +1,6 @@
 """The description of a study: text that stays text, keys that are checked, arms, rates and runs."""
 
+import functools
 import re
 
 import pytest
@@ -171,27 +172,28 @@ def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
             study.select_runs([wrong])
 
 
-@pytest.mark.parametrize("end", [0, pytest.param(-1, marks=pytest.mark.slow)], ids=["smallest", "largest"])
+@functools.cache
+def shipped(path):
+    return Study.load(path)
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_arms_of_a_shipped_description_differ_in_nothing_else(path, end):
-    """The sizes of a description share the settings of its arms, so the smallest and the largest are compared."""
-    study = Study.load(path)
-    if end and study.runs[0].size == study.runs[-1].size:
-        pytest.skip("this description has one size")
-    size = study.runs[end].size
-    compare_arms([*{run.arm: run for run in reversed(study.runs) if run.size == size}.values()])
+def test_the_arms_of_a_shipped_description_differ_in_nothing_else(path):
+    """In the smallest size. The sizes of a description share the settings of its arms."""
+    runs = shipped(path).runs
+    compare_arms([*{run.arm: run for run in reversed(runs) if run.size == runs[0].size}.values()])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_arms_of_every_size_of_a_shipped_description_differ_in_nothing_else(path):
-    compare_arms([*{(run.size, run.arm): run for run in reversed(Study.load(path).runs)}.values()])
+    compare_arms([*{(run.size, run.arm): run for run in reversed(shipped(path).runs)}.values()])
 
 
 def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_table():
     for path in SHIPPED:
-        study = Study.load(path)
+        study = shipped(path)
         assert study.runs and str(path.stem) in (study.name, "paper-init")
         cells = published()["tables"][study.published]["cells"] if study.published else {}
         shared = {*study.sizes} & {*cells}

@@ -45,9 +45,10 @@ def test_the_page_has_every_published_difference_and_the_figure_is_drawn(analysi
 
 def test_the_page_has_the_contrasts_of_three_seeds_or_more(analysis):
     """Each setting at its longest: LNS against both baselines, with its interval."""
-    found = analysis.contrasts(analysis.read())
-    longest = found.groupby(["table", "width", "layers", "variant"]).tokens.transform("max") == found.tokens
-    shown = found[longest & (found.seeds > 2) & found.contrast.isin(["lns − preln", "lns − preln_scaled_init"])]
+    runs = analysis.read()
+    longest = runs.groupby(["table", "width", "layers", "variant"]).tokens.transform("max") == runs.tokens
+    found = analysis.contrasts(runs[longest])
+    shown = found[(found.seeds > 2) & found.contrast.isin(["lns − preln", "lns − preln_scaled_init"])]
     assert len(shown) == 7
     for _, row in shown.iterrows():
         assert f"{signed(row['mean'])} ± {row['±']:.3f} ({row.seeds}" in PAGE
@@ -60,8 +61,8 @@ def test_the_main_contrast_equals_its_computation_by_hand(analysis):
     gaps = [loss["24x0.01to3328", "lns", s] - loss["24x0.003to3328", "preln", s] for s in "2345"]
     half = 3.182 * statistics.stdev(gaps) / math.sqrt(4)
     runs = analysis.read()
-    found = analysis.contrasts(runs[runs.table == "runs"])
-    row = found[(found.width == 32) & (found.tokens == 6815744) & (found.contrast == "lns − preln")].iloc[0]
+    found = analysis.contrasts(runs[(runs.table == "runs") & (runs.width == 32) & (runs.tokens == 6815744)])
+    row = found[(found.contrast == "lns − preln")].iloc[0]
     assert (row["mean"], row["±"]) == pytest.approx((statistics.fmean(gaps), half), abs=1e-4)
     assert (row.seeds, row.by, row.rates) == (4, "other seeds", "0.01, 0.003")
 

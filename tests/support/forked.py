@@ -2,6 +2,9 @@
 
 A new interpreter needs seconds for these imports. The start-up hook has run in it as in any other. Where the imports or
 the start of an interpreter are what is tested, start a new one. A fork runs no atexit functions.
+
+A worker of pytest-xdist imports all this for its tests anyway. It becomes that interpreter by a fork of its own, before
+it imports a framework (:func:`fork_worker`). Otherwise the first test that needs the interpreter starts it.
 """
 
 import atexit
@@ -11,10 +14,12 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 
 IMPORTS = """
@@ -25,14 +30,71 @@ google.cloud.storage scipy.signal scipy.stats matplotlib.pyplot pandas
 FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 
 
+_of_this_worker = None  # the interpreter that :func:`fork_worker` made: where to write requests, where to read replies
+
+
 @functools.cache
 def _server(first, start):
-    """The interpreter that forks, after ``first``. :param start: changes of the environment in which it starts."""
+    """Where the interpreter that forks, after ``first``, takes requests and gives replies.
+
+    :param start: changes of the environment in which it starts.
+    """
+    if _of_this_worker and not start:
+        return _after(first) if first else _of_this_worker
     command = [sys.executable, "-W", "ignore", __file__, first]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", **dict(start)}  # huggingface_hub reads it when it is imported
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=offline)
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(command, stdin=theirs, cwd="/", env=offline)
     atexit.register(lambda: (process.kill(), process.wait()))
-    return process
+    return ours.makefile("w"), ours.makefile("r")
+
+
+def _after(first):
+    """A fork of this worker's interpreter that has run ``first`` and forks in its turn."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path := f"{folder}/requests")
+        listening.listen()
+        print(json.dumps({"serve": path, "first": first}), file=_of_this_worker[0], flush=True)
+        connection, _ = listening.accept()
+    return connection.makefile("w"), connection.makefile("r")
+
+
+def fork_worker():
+    """Import what the frameworks import, and fork the interpreter that forks from this process."""
+    global _of_this_worker
+    plain_path = subprocess.run(
+        [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"], capture_output=True, check=True
+    ).stdout
+    _import_all()
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        _of_this_worker = ours.makefile("w"), ours.makefile("r")
+        return
+    try:
+        _forget_pytest(json.loads(plain_path))
+        os.dup2(theirs.fileno(), 3)
+        os.closerange(4, 1024)
+        _serve(socket.socket(fileno=3))
+    finally:
+        os._exit(0)
+
+
+def _forget_pytest(plain_path):
+    """Make this fork of a worker an interpreter like any other that has the same modules loaded."""
+    import faulthandler
+
+    faulthandler.disable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:], sys.warnoptions[:] = plain_path, ["ignore"]
+    sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_pytest")]
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = True
+    os.chdir("/")
 
 
 def run(code, *arguments, path=None, cwd=None, first="", start=(), **changes):
@@ -49,9 +111,9 @@ def run(code, *arguments, path=None, cwd=None, first="", start=(), **changes):
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=900)
     requested = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
     requested |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
-    server = _server(first, tuple(dict(start).items()))
-    print(json.dumps(requested), file=server.stdin, flush=True)
-    returncode, stdout, stderr = json.loads(server.stdout.readline())
+    requests, replies = _server(first, tuple(dict(start).items()))
+    print(json.dumps(requested), file=requests, flush=True)
+    returncode, stdout, stderr = json.loads(replies.readline())
     return subprocess.CompletedProcess(requested["argv"], returncode, stdout, stderr)
 
 
@@ -92,7 +154,7 @@ def _child(requested):
     return 0
 
 
-def _serve():
+def _import_all():
     gc.disable()
     for name in IMPORTS.split():
         try:
@@ -100,24 +162,38 @@ def _serve():
         except ImportError:
             continue
         assert not (found := set(FRAMEWORKS).intersection(sys.modules)), f"importing {name} has imported {found}"
-    exec(sys.argv[1], {"__name__": "__main__"})
-    gc.freeze()  # what is imported stays, in every fork
     gc.enable()
-    for line in sys.stdin:
+
+
+def _serve(connection, first=""):
+    """Run each request in a fork and reply, until the other end is closed."""
+    exec(first, {"__name__": "__main__"})
+    gc.freeze()  # what is imported stays, in every fork
+    requests, replies = (connection.makefile(mode) for mode in "rw")
+    for line in requests:
+        requested = json.loads(line)
+        if "serve" in requested:
+            if not os.fork():
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(requested["serve"])
+                _serve(connection, requested["first"])
+                os._exit(0)
+            continue
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             if not (child := os.fork()):
                 signal.alarm(900)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
-                code = _child(json.loads(line))
+                code = _child(requested)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             texts = [file.seek(0) or file.read() for file in (out, err)]
-        print(json.dumps([code, *texts]), flush=True)
+        print(json.dumps([code, *texts]), file=replies, flush=True)
 
 
 if __name__ == "__main__":
-    _serve()
+    _import_all()
+    _serve(socket.socket(fileno=0), sys.argv[1])

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
 from support.families import FILE, families, forward, tiny
 from support.hooked import hooked
+from support.marks import EXHAUSTIVE
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSError
@@ -16,44 +18,35 @@ transformers = pytest.importorskip("transformers")
 ROWS = {kind: row for kind, row in json.loads(FILE.read_text()).items() if kind in families()}
 ACCEPTED = [kind for kind, row in ROWS.items() if row["label"] in ("pre", "parallel")]
 REFUSED = [kind for kind, row in ROWS.items() if row["label"] in ("post", "branch", "sandwich", "other")]
-#: Run without being asked for: dense, parallel, experts, latent attention, tied norms, zero-centered weights.
-USUAL = [
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "phi",
-    "falcon",
-    "mixtral",
-    "deepseek_v3",
-    "gpt_oss",
-    "bloom",
-    "gemma",
-    "opt",
-]
-#: A slow test, since linear attention without its kernels takes long. The weights of its norms are zero-centered, like those of
-#: Gemma.
-LINEAR_ATTENTION = "qwen3_next"
+#: Not slow: dense, with biases, parallel with two norms and with one, experts, latent attention, zero-centered weights.
+USUAL = ("llama", "gpt2", "gpt_neox", "falcon", "mixtral", "deepseek_v3", "gemma")
+#: Slow tests: blocks with linear attention, whose norms are zero-centered, with Mamba, and with hyper-connections.
+OTHER_MIXERS = {"qwen3_next", "bamba", "qwen4_exp"}
 
 
-def rows(kinds, usual):
+def depth_of_norms(kind):
+    """How many modules of the block each norm lies in. Norms are found by what they do, so their names do not matter."""
+    return re.sub(r"[^.,\[\]]", "", json.dumps(ROWS[kind]["sites"]))
+
+
+def rows(kinds, usual, form):
     """The usual families, the first of every other form as a slow test, and the rest as exhaustive tests.
 
-    A form is a label with the paths of the norms. Llama's form alone has more than eighty families.
+    A form is a label with ``form(kind)``. Llama's form alone has more than eighty families.
     """
-
-    def form(kind):
-        return json.dumps([ROWS[kind]["label"], ROWS[kind].get("sites")])
-
-    first = {LINEAR_ATTENTION, *{form(kind): kind for kind in [*reversed(kinds), *usual]}.values()}
-    slow, exhaustive = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.exhaustive]
-    return [pytest.param(kind, marks=[] if kind in usual else slow if kind in first else exhaustive) for kind in kinds]
+    forms = {(ROWS[kind]["label"], form(kind)): kind for kind in [*reversed(kinds), *usual]}
+    first = {*OTHER_MIXERS, *forms.values()}
+    return [
+        pytest.param(kind, marks=[] if kind in usual else [pytest.mark.slow] if kind in first else EXHAUSTIVE)
+        for kind in kinds
+    ]
 
 
 def relative(found, expected):
     return (found - expected).abs().max() / expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", rows(ACCEPTED, USUAL))
+@pytest.mark.parametrize("kind", rows(ACCEPTED, USUAL, depth_of_norms))
 @torch.no_grad()
 def test_a_family_equals_hooks_before_and_after_saving_and_folding(kind, tmp_path):
     model, ids = tiny(kind)
@@ -71,7 +64,9 @@ def test_a_family_equals_hooks_before_and_after_saving_and_folding(kind, tmp_pat
     assert type(model) is type(reference) and relative(forward(model, ids), expected) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", rows(REFUSED, ("bert", "olmo2", "gemma2", "mamba")))
+@pytest.mark.parametrize(
+    "kind", rows(REFUSED, ("bert", "olmo2", "gemma2", "mamba"), lambda kind: json.dumps(ROWS[kind].get("sites")))
+)
 def test_a_family_of_another_form_is_refused_and_left_as_it_was(kind):
     model, ids = tiny(kind)
     before, kinds = forward(model, ids), [type(module) for module in model.modules()]

@@ -46,7 +46,7 @@ def smoothed(model, factor):
     return ((1 - factor) * loss - factor * log_p.mean(-1)).mean().item()
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.trl)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_label_smoothing_trains_and_evaluates_the_next_token(kind, lora, tmp_path):
     model, reference = apply(stock(kind), trained=True), hooked(kind, stock(kind))
@@ -139,6 +139,7 @@ def test_a_stock_class_refuses_the_config_of_a_scheme_but_a_head_on_an_auto_clas
         assert torch.equal(head.eval().model(**inputs("llama")).last_hidden_state, expected)
 
 
+@pytest.mark.trl
 def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
     apply(stock("llama"), trained=True).save_pretrained(tmp_path / "base")
@@ -154,6 +155,7 @@ def test_an_adapter_without_a_task_names_a_stock_class_which_refuses_its_base(tm
         assert torch.equal(loaded.eval()(**inputs("llama")).logits, tuned(**inputs("llama")).logits)
 
 
+@pytest.mark.trl
 def test_no_program_takes_the_stock_folder_for_the_model_that_was_loaded_from_it(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
     from trl.trainer import utils as trl

@@ -39,6 +39,7 @@ def trl_module(name):
     return pytest.importorskip(f"trl.{name}", reason="needs a TRL that has HyperCLOVA X")
 
 
+@pytest.mark.trl
 def test_trls_fused_head_of_hyperclovax_is_refused():
     if not hasattr(utils := trl_module("trainer.utils"), "add_fused_lm_head"):
         pytest.skip("needs a TRL that has a fused head")
@@ -54,6 +55,7 @@ def test_trls_fused_head_of_hyperclovax_is_refused():
     )
 
 
+@pytest.mark.trl
 def test_trls_distillation_of_hyperclovax_is_refused(tmp_path):
     """Its loss has code of its own for the logits of the student and of the teacher."""
     module = trl_module("trainer.distillation_trainer")
@@ -76,6 +78,7 @@ def test_trls_distillation_of_hyperclovax_is_refused(tmp_path):
             train(*pair)
 
 
+@pytest.mark.trl
 def test_trls_asynchronous_distillation_of_hyperclovax_is_refused():
     """A run needs a server of vLLM, so the loss is called without its trainer."""
     module = trl_module("experimental.async_distillation.async_distillation_trainer")
@@ -86,6 +89,7 @@ def test_trls_asynchronous_distillation_of_hyperclovax_is_refused():
         loss(None, hyperclovax(2.0), {})
 
 
+@pytest.mark.trl
 def test_liger_on_a_model_with_a_scheme_is_refused(monkeypatch):
     """By its function of the family; by the model type (``use_liger_kernel=True``) it skips the model."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -99,6 +103,7 @@ def test_liger_on_a_model_with_a_scheme_is_refused(monkeypatch):
         liger.apply_liger_kernel_to_llama(model=models[1], **norms_alone)
 
 
+@pytest.mark.trl
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_deepspeeds_kernels_are_refused(kind):
     """They replace blocks of known classes, which a model with a scheme has too."""

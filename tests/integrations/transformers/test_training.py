@@ -54,6 +54,7 @@ def test_a_compiled_model_equals_the_eager_one():
     same("llama", model, eager)
 
 
+@pytest.mark.trl
 def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
     model, reference = apply(stock("llama"), trained=True), hooked("llama", stock("llama"))
@@ -72,6 +73,7 @@ def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path
         assert (merged(**inputs("llama")).logits - tuned_logits).abs().max() < 1e-4
 
 
+@pytest.mark.trl
 @pytest.mark.parametrize("kind", ["LNTuningConfig", "modules_to_save"])
 def test_an_adapter_on_the_norms_trains_and_merges_and_is_refused_where_the_base_would_lack_the_factor(kind):
     peft = pytest.importorskip("peft", reason=SFT)
@@ -100,6 +102,7 @@ def test_an_adapter_on_the_norms_trains_and_merges_and_is_refused_where_the_base
         apply(peft.get_peft_model(stock("llama"), config).base_model.model, trained=True)
 
 
+@pytest.mark.trl
 @pytest.mark.parametrize(("kind", "kept"), [("llama", True), ("olmo", False)])
 def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, kept, tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
