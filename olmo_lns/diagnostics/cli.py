@@ -122,8 +122,8 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from olmo_lns.diagnostics.capture import find_blocks
     from olmo_lns.diagnostics.data import read_batches
     from olmo_lns.diagnostics.results import printable
-    from olmo_lns.export.huggingface import token_count
     from olmo_lns.export.open import open_checkpoint
+    from olmo_lns.export.prompts import token_count
     from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
     from olmo_lns.tokenizers import load_tokenizer
 

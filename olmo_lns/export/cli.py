@@ -9,7 +9,7 @@ from typing import Sequence
 
 from olmo_lns.arguments import DTYPES, Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import FORMATS, HF, MEGATRON
+from olmo_lns.export import FORMAT_NAMES, HF, MEGATRON
 from olmo_lns.schemes import parse
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -40,24 +40,23 @@ def main(argv: Sequence[str]) -> int:
     :raises LNSError: if the export is refused or fails. No output folder remains.
     """
     args = _export_parser().parse_args(argv)
-    from olmo_lns.export import megatron, receipt
-    from olmo_lns.export.convert import OUTPUT_FORMATS, convert, new_folder, write_tokenizer
-    from olmo_lns.export.open import format_module, format_of, open_checkpoint
+    from olmo_lns.export import receipt
+    from olmo_lns.export.convert import convert, new_folder, write_tokenizer
+    from olmo_lns.export.formats import FORMATS, format_of
+    from olmo_lns.export.open import open_checkpoint
     from olmo_lns.export.spellings import differences
     from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH_DTYPES.get(args.dtype)
     scheme = parse(args.scheme) if args.scheme else None
-    checkpoint_format = format_of(args.checkpoint)
+    source = format_of(args.checkpoint)
     if not folder.exists():
         print(f"There is no folder {folder} here. Asking the Hugging Face hub for {folder}.", file=sys.stderr)
-    formats = OUTPUT_FORMATS[checkpoint_format]
-    output_format = args.format or formats[0]
-    if output_format not in formats:
-        expected = " or ".join(formats)
+    output_format = args.format or source.outputs[0]
+    if output_format not in source.outputs:
         raise LNSConfigError(
-            f"--format {output_format} cannot be written: {folder} is a checkpoint of {checkpoint_format}, which is "
-            f"exported as {expected}. Give --format {formats[0]}, or leave --format out."
+            f"--format {output_format} cannot be written: {folder} is a checkpoint of {source.name}, which is "
+            f"exported as {' or '.join(source.outputs)}. Give --format {source.outputs[0]}, or leave --format out."
         )
     if args.tokenizer not in (None, "none") and output_format != HF:
         raise LNSConfigError(
@@ -69,16 +68,13 @@ def main(argv: Sequence[str]) -> int:
             "weights. Remove --dtype."
         )
     with new_folder(out) as unfinished:
-        if output_format == MEGATRON:
-            iteration = megatron.save_folded(folder, unfinished, scheme)
-            lines = [
-                f"{iteration} was written in Megatron's format torch_dist. Load it with --finetune, "
-                "without --layernorm-scaling."
-            ]
+        line = source.fold_tensors(folder, unfinished, scheme) if output_format == source.name else None
+        if line is not None:
+            lines = [line]
         else:
             opened = open_checkpoint(args.checkpoint, scheme)
             trained = opened.scheme
-            if trained.is_pre_ln and scheme is None and output_format == checkpoint_format:
+            if trained.is_pre_ln and scheme is None and output_format == source.name:
                 raise LNSConfigError(
                     f"{folder} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
                     "give it, as in --scheme lns."
@@ -91,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
             lines = [f"{type(stock.model).__name__}: {result}"]
             if output_format == HF:
                 lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
-            format_module(output_format).save(stock, unfinished)
+            FORMATS[output_format].save(stock, unfinished)
             receipt.write(known, stock, unfinished)
             if "not_run" in known:
                 lines.append(
@@ -111,7 +107,7 @@ def _export_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers")
     add("output", help="folder to create; must not exist")
-    add("--format", choices=FORMATS, help="default: the format of the checkpoint")
+    add("--format", choices=FORMAT_NAMES, help="default: the format of the checkpoint")
     add("--scheme", help=_SCHEME)
     add("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of the exported weights")
     add("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's")

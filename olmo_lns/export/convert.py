@@ -12,39 +12,31 @@ from typing import Iterator
 import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
-from olmo_lns.export.open import format_module
+from olmo_lns.export import HF
+from olmo_lns.export.formats import FORMATS
 from olmo_lns.export.opened import Opened
+from olmo_lns.export.prompts import vocabulary
 from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
-
-#: Format of a checkpoint -> the formats to which it can be exported. The first is the default.
-OUTPUT_FORMATS = {
-    OLMO: (OLMO, HF),
-    OLMO_CORE: (OLMO_CORE, HF),
-    MEGATRON: (MEGATRON, HF),
-    HF: (HF,),
-}
 
 
 def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None) -> Opened:
     """Fold an opened checkpoint in place and return the stock model of the output format.
 
-    :param output_format: one of :data:`olmo_lns.export.FORMATS` except Megatron's, which is written without a model.
+    :param output_format: one of the ``outputs`` of the checkpoint's format.
     :param dtype: dtype of the exported weights; None keeps those of the checkpoint.
     :raises LNSConfigError: if the scheme cannot be folded, no stock model computes the same, or weights are not finite.
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
+    source = FORMATS[opened.format]
     check_finite(opened.model.named_parameters())
-    dtype = dtype or opened.dtype
-    if opened.format in (HF, MEGATRON):
-        stock = huggingface.folded(opened, dtype)
-    elif output_format == HF:
-        stock = format_module(opened.format).to_huggingface(opened, dtype)
-    else:
-        stock = format_module(opened.format).folded(opened, dtype)
+    if output_format == HF:
+        source.require_transformers(opened)
+    stock = source.folded(opened, dtype or opened.dtype)
+    if output_format == HF:
+        stock = source.to_transformers(stock)
     check_finite(stock.model.named_parameters())
     return stock
 
@@ -94,7 +86,7 @@ def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
     except LNSError as error:
         raise LNSConfigError(f"{error} Or leave the tokenizer out with --tokenizer none.") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    rows = huggingface.vocabulary(opened.model)
+    rows = vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
             f"The tokenizer {name} has {size} tokens, but the model has {rows} embeddings. Expected the "

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Mapping
 
 import torch
-from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
+from olmo_lns.export.interface import Format
 from olmo_lns.export.opened import Opened, reporting_load_errors
+from olmo_lns.export.prompts import logits, prompt, vocabulary
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
 from olmo_lns.export.spellings import rewrite_config
 from olmo_lns.integrations.transformers.spellings import with_all_spellings
@@ -21,42 +22,6 @@ from olmo_lns.sites import read_back
 
 #: Largest relative difference of the logits of one model in two frameworks: in fp32, and in fp16 or bf16.
 _TOLERANCE, _TOLERANCE_HALF = 1e-4, 0.05
-
-
-def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open a transformers checkpoint of a stock model type, or of one of this package such as ``lns_llama``.
-
-    :param folder: a folder, or a name on the hub. transformers selects the files.
-    :param scheme: scheme with which a checkpoint of a stock type was trained.
-    :raises LNSConfigError: if transformers cannot load the checkpoint, or weights are missing.
-    """
-    import transformers
-
-    from olmo_lns.integrations.transformers import register
-
-    register()
-    with reporting_load_errors(folder):
-        config = transformers.AutoConfig.from_pretrained(folder)
-        values, _ = transformers.PretrainedConfig.get_config_dict(folder)
-        config = type(config).from_dict(with_all_spellings(values))  # another version may have written the folder
-        loader = getattr(transformers, auto_class(config))
-        saved = SavedWeights(folder)
-        model = _load(loader, folder, folder, config=config, torch_dtype=widest(saved.dtypes.values()) or "auto")
-        require_one_head(saved, model, folder)
-    has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
-    eos = getattr(config, "eos_token_id", None)
-    opened = Opened(
-        model,
-        HF,
-        read_back(model),
-        folder,
-        settings(model),
-        tokenizer=str(folder) if has_tokenizer else None,
-        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
-        eos_token_id=eos if isinstance(eos, int) else None,
-        pad_token_id=getattr(config, "pad_token_id", None),
-    )
-    return with_scheme(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
 
 
 def auto_class(config: Any) -> str:
@@ -104,61 +69,6 @@ def settings(model: Any) -> dict[str, Any]:
     values["model_type"] = str(values["model_type"]).removeprefix("lns_")
     omitted = ("lns", "auto_map", "_name_or_path", "name_or_path", "architectures", "transformers_version")
     return {name: value for name, value in values.items() if not name.startswith(omitted)}
-
-
-def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Fold a transformers model in place and return it as a model of the stock class.
-
-    :param dtype: dtype of the weights; None keeps their dtypes.
-    :raises LNSConfigError: if the scheme cannot be folded.
-    """
-    from olmo_lns.integrations.transformers import fold
-
-    model: Any = opened.model
-    stock = model if opened.scheme.is_pre_ln else fold(model, dtype)
-    for parameter in stock.parameters():  # buffers, such as rotary frequencies, keep their dtype
-        parameter.data = parameter.data.to(dtype or parameter.dtype)
-    return replace(opened, model=stock, format=HF, scheme=PRE_LN, config=settings(stock))
-
-
-def vocabulary(model: nn.Module) -> int:
-    """Return the number of rows of the embedding, including padding."""
-    return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
-
-
-def token_count(model: nn.Module) -> int:
-    """Return the number of valid token ids.
-
-    It is the vocabulary size in the config, or the number of rows of the embedding if the config has none.
-    """
-    config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text_config, "vocab_size", None)
-    return size if isinstance(size, int) else vocabulary(model)
-
-
-def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
-    """Return a random input for a model.
-
-    :returns: token ids, int64 of shape (count, length), or images, fp32 of shape (count, channels, height, width).
-    """
-    generator = torch.Generator().manual_seed(0)
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        from olmo_lns.integrations.transformers.scaling import image_shape
-
-        return torch.randn(image_shape(model.config, count), generator=generator)
-    return torch.randint(min(token_count(model), vocabulary(model)), (count, length), generator=generator)
-
-
-@torch.no_grad()
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Run a model and return its logits, fp32 of shape (count, length, vocabulary).
-
-    :param ids: an input from :func:`prompt`.
-    """
-    output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
-    result: torch.Tensor = getattr(output, "logits", output).float()
-    return result
 
 
 def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Path, reference: Any = None) -> Any:
@@ -215,8 +125,70 @@ def special_tokens(opened: Opened) -> dict[str, int | None]:
     return {role: token_id if token_id in valid_ids else None for role, token_id in token_ids.items()}
 
 
-def save(opened: Opened, out: Path) -> None:
-    """Write the model in transformers' format, with a config that every supported version reads alike."""
-    model: Any = opened.model
-    model.save_pretrained(out)
-    rewrite_config(out)
+class HuggingFace(Format):
+    """transformers' format, from a folder or from the Hugging Face hub."""
+
+    name = HF
+    outputs = (HF,)
+    files = "config.json (transformers)"
+
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / "config.json").exists()
+
+    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+        """Open a transformers checkpoint of a stock model type, or of one of this package such as ``lns_llama``.
+
+        :param folder: a folder, or a name on the hub. transformers selects the files.
+        :param scheme: scheme with which a checkpoint of a stock type was trained.
+        :raises LNSConfigError: if transformers cannot load the checkpoint, or weights are missing.
+        """
+        import transformers
+
+        from olmo_lns.integrations.transformers import register
+
+        register()
+        with reporting_load_errors(folder):
+            config = transformers.AutoConfig.from_pretrained(folder)
+            values, _ = transformers.PretrainedConfig.get_config_dict(folder)
+            config = type(config).from_dict(with_all_spellings(values))  # another version may have written the folder
+            loader = getattr(transformers, auto_class(config))
+            saved = SavedWeights(folder)
+            model = _load(loader, folder, folder, config=config, torch_dtype=widest(saved.dtypes.values()) or "auto")
+            require_one_head(saved, model, folder)
+        has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
+        eos = getattr(config, "eos_token_id", None)
+        opened = Opened(
+            model,
+            HF,
+            read_back(model),
+            folder,
+            settings(model),
+            tokenizer=str(folder) if has_tokenizer else None,
+            max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
+            eos_token_id=eos if isinstance(eos, int) else None,
+            pad_token_id=getattr(config, "pad_token_id", None),
+        )
+        return with_scheme(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
+
+    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+        """Fold a transformers model in place and return it as a model of the stock class.
+
+        :param dtype: dtype of the weights; None keeps their dtypes.
+        :raises LNSConfigError: if the scheme cannot be folded.
+        """
+        from olmo_lns.integrations.transformers import fold
+
+        model: Any = opened.model
+        stock = model if opened.scheme.is_pre_ln else fold(model, dtype)
+        for parameter in stock.parameters():  # buffers, such as rotary frequencies, keep their dtype
+            parameter.data = parameter.data.to(dtype or parameter.dtype)
+        return replace(opened, model=stock, format=HF, scheme=PRE_LN, config=settings(stock))
+
+    def save(self, opened: Opened, out: Path) -> None:
+        """Write the model in transformers' format, with a config that every supported version reads alike."""
+        model: Any = opened.model
+        model.save_pretrained(out)
+        rewrite_config(out)
+
+
+FORMAT = HuggingFace()

@@ -15,8 +15,10 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
+from olmo_lns.export.interface import Format
 from olmo_lns.export.metadata import load_tensors, read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
+from olmo_lns.export.prompts import prompt
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
@@ -26,45 +28,6 @@ SHARDED = "model_and_optim"
 _HF_NORMS = {"attn": "input_layernorm", "ff": "post_attention_layernorm"}
 #: Constant eps in the forward of transformers' OlmoLayerNorm.
 _OLMO_EPS = 1e-5
-
-
-def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo checkpoint, which may be sharded.
-
-    :param folder: folder of the checkpoint.
-    :param scheme: scheme of a checkpoint whose config names a stock norm type.
-    :raises LNSConfigError: if OLMo refuses the config, or the weights do not fit the model.
-    """
-    from olmo_lns.integrations.olmo import register
-
-    register()  # must precede the import of OLMo
-    from olmo.config import LayerNormType, ModelConfig
-    from olmo.model import OLMo
-    from omegaconf import OmegaConf
-
-    from olmo_lns.integrations.olmo.norm_types import base_type, scheme_of_type, type_name
-
-    path = folder / "config.yaml"
-    with reporting_load_errors(path):
-        saved: Any = OmegaConf.load(path)
-        config = ModelConfig.load(path, key="model", validate_paths=False)
-        if scheme is not None and scheme_of_type(config.layer_norm_type).is_pre_ln:
-            config.layer_norm_type = LayerNormType(type_name(scheme, base_type(config.layer_norm_type)))
-        config.init_device = "cpu"
-        model = OLMo(config, init_params=False)
-    _load(model, folder)
-    return Opened(
-        model,
-        OLMO,
-        scheme_of_type(config.layer_norm_type),
-        folder,
-        _settings(config),
-        tokenizer=OmegaConf.select(saved, "tokenizer.identifier"),
-        max_length=config.max_sequence_length,
-        token_dtype=str(OmegaConf.select(saved, "data.memmap_dtype") or "uint16"),
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-    )
 
 
 def _load(model: Any, folder: Path) -> None:
@@ -91,46 +54,6 @@ def _settings(config: Any) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, str) else value for name, value in config.asdict().items()}
 
 
-def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
-
-    :param dtype: dtype of the weights; None keeps their dtypes.
-    :raises LNSConfigError: if the scheme cannot be folded.
-    """
-    from olmo.config import ModelConfig
-    from olmo.model import OLMo
-
-    from olmo_lns.integrations.olmo import norm_types
-    from olmo_lns.integrations.olmo.model import blocks_of
-
-    model: Any = opened.model
-    scheme = opened.scheme
-    with norm_types.stock_names(model.config):
-        config = ModelConfig(**model.config.asdict())
-    if not scheme.folds_into_pre_ln(config.n_layers):
-        raise LNSConfigError(
-            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: a Pre-LN "
-            "block has no place for norms on branches or sums, norms of channel groups, or a weighted shortcut."
-        )
-    fold_norms(model, lambda: model(huggingface.prompt(model)), dtype)
-    for number, block in enumerate(blocks_of(model), start=1):
-        for sub_layer in SUB_LAYERS:
-            plan = scheme.plan(number, config.n_layers, sub_layer)
-            if not scheme.only_scales_norms(config.n_layers):  # the block multiplies what its norm returns
-                for parameter in _read_by(block, sub_layer):
-                    parameter.data = multiplied(parameter.data, plan.norm_scale, dtype)
-            factor: Factor = plan.output_scale
-            if plan.gate is not None:
-                gate = getattr(block, f"{sub_layer}_gate").weight.detach()
-                factor = (gate.double() * factor).expand(config.d_model)
-            for parameter in getattr(block, f"{sub_layer}_out").parameters():
-                parameter.data = multiplied(parameter.data, factor, dtype)
-    stock = OLMo(config, init_params=False).eval()
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_gate.weight")}
-    load_state(stock, state, opened.folder)
-    return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=_settings(config))
-
-
 def _read_by(block: Any, sub_layer: str) -> list[Any]:
     """Return the gain and bias of a sub-layer's norm. For a norm without them, return the matrices that read it."""
     from olmo_lns.integrations.olmo.block import NORMS
@@ -139,46 +62,6 @@ def _read_by(block: Any, sub_layer: str) -> list[Any]:
         return parameters
     names = ("att_proj", "q_proj", "k_proj", "v_proj") if sub_layer == "attn" else ("ff_proj",)
     return [getattr(block, name).weight for name in names if hasattr(block, name)]
-
-
-def save(opened: Opened, out: Path) -> None:
-    """Write ``config.yaml`` and ``model.pt`` as OLMo does, for stock OLMo."""
-    from omegaconf import OmegaConf
-
-    saved: Any = OmegaConf.load(opened.folder / "config.yaml")
-    for name in ("layer_norm_type", "init_fn"):
-        if name in saved.model:
-            saved.model[name] = opened.config[name]
-    torch.save(opened.model.state_dict(), out / "model.pt")
-    OmegaConf.save(saved, out / "config.yaml")
-
-
-def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return a transformers model that computes the same: an Olmo for a LayerNorm without a weight, or else a Llama.
-
-    :raises LNSConfigError: if the scheme cannot be folded, or no stock class can represent this model.
-    """
-    from olmo_lns.integrations.olmo.norm_types import base_type
-
-    model: Any = opened.model
-    config = model.config
-    is_rms = base_type(config.layer_norm_type) == "rms"
-    unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
-    if is_rms and config.clip_qkv:
-        unsupported.append("clip_qkv, which only Olmo has")
-    if not is_rms and config.layer_norm_with_affine:
-        unsupported.append("a LayerNorm with a weight, which neither Llama nor Olmo has")
-    if not is_rms and config.layer_norm_eps != _OLMO_EPS:
-        unsupported.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
-    if unsupported:
-        raise LNSConfigError(
-            f"{opened.folder}: no stock transformers class can represent this model: {'; '.join(unsupported)}. "
-            "Use --format olmo."
-        )
-    stock = folded(opened, dtype)
-    values, state = _hf_config(stock, is_rms), _hf_weights(stock.model, is_rms)
-    hf_model = huggingface.build(values, state, opened.folder, stock.model)
-    return replace(stock, model=hf_model, format=HF, config=huggingface.settings(hf_model))
 
 
 def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:
@@ -235,3 +118,137 @@ def _hf_weights(model: Any, is_rms: bool) -> dict[str, torch.Tensor]:
             state[f"{name}.weight"] = torch.ones_like(transformer.wte.weight[0])
         state |= {f"{name}.{kind}": parameter.detach() for kind, parameter in module.named_parameters()}
     return state
+
+
+def _has_rms_norms(model: Any) -> bool:
+    from olmo_lns.integrations.olmo.norm_types import base_type
+
+    return base_type(model.config.layer_norm_type) == "rms"
+
+
+class OLMoFormat(Format):
+    """OLMo's checkpoints, sharded or not."""
+
+    name = OLMO
+    outputs = (OLMO, HF)
+    files = (
+        "config.yaml with model.pt or model_and_optim/ (OLMo: a step* folder of the run; unshard others with its "
+        "scripts/unshard.py)"
+    )
+
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / "config.yaml").exists() and any((folder / name).exists() for name in ("model.pt", SHARDED))
+
+    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+        """Open an OLMo checkpoint, which may be sharded.
+
+        :param folder: folder of the checkpoint.
+        :param scheme: scheme of a checkpoint whose config names a stock norm type.
+        :raises LNSConfigError: if OLMo refuses the config, or the weights do not fit the model.
+        """
+        from olmo_lns.integrations.olmo import register
+
+        register()  # must precede the import of OLMo
+        from olmo.config import LayerNormType, ModelConfig
+        from olmo.model import OLMo
+        from omegaconf import OmegaConf
+
+        from olmo_lns.integrations.olmo.norm_types import base_type, scheme_of_type, type_name
+
+        path = folder / "config.yaml"
+        with reporting_load_errors(path):
+            saved: Any = OmegaConf.load(path)
+            config = ModelConfig.load(path, key="model", validate_paths=False)
+            if scheme is not None and scheme_of_type(config.layer_norm_type).is_pre_ln:
+                config.layer_norm_type = LayerNormType(type_name(scheme, base_type(config.layer_norm_type)))
+            config.init_device = "cpu"
+            model = OLMo(config, init_params=False)
+        _load(model, folder)
+        return Opened(
+            model,
+            OLMO,
+            scheme_of_type(config.layer_norm_type),
+            folder,
+            _settings(config),
+            tokenizer=OmegaConf.select(saved, "tokenizer.identifier"),
+            max_length=config.max_sequence_length,
+            token_dtype=str(OmegaConf.select(saved, "data.memmap_dtype") or "uint16"),
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+        )
+
+    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+        """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
+
+        :param dtype: dtype of the weights; None keeps their dtypes.
+        :raises LNSConfigError: if the scheme cannot be folded.
+        """
+        from olmo.config import ModelConfig
+        from olmo.model import OLMo
+
+        from olmo_lns.integrations.olmo import norm_types
+        from olmo_lns.integrations.olmo.model import blocks_of
+
+        model: Any = opened.model
+        scheme = opened.scheme
+        with norm_types.stock_names(model.config):
+            config = ModelConfig(**model.config.asdict())
+        if not scheme.folds_into_pre_ln(config.n_layers):
+            raise LNSConfigError(
+                f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: a Pre-LN "
+                "block has no place for norms on branches or sums, norms of channel groups, or a weighted shortcut."
+            )
+        fold_norms(model, lambda: model(prompt(model)), dtype)
+        for number, block in enumerate(blocks_of(model), start=1):
+            for sub_layer in SUB_LAYERS:
+                plan = scheme.plan(number, config.n_layers, sub_layer)
+                if not scheme.only_scales_norms(config.n_layers):  # the block multiplies what its norm returns
+                    for parameter in _read_by(block, sub_layer):
+                        parameter.data = multiplied(parameter.data, plan.norm_scale, dtype)
+                factor: Factor = plan.output_scale
+                if plan.gate is not None:
+                    gate = getattr(block, f"{sub_layer}_gate").weight.detach()
+                    factor = (gate.double() * factor).expand(config.d_model)
+                for parameter in getattr(block, f"{sub_layer}_out").parameters():
+                    parameter.data = multiplied(parameter.data, factor, dtype)
+        stock = OLMo(config, init_params=False).eval()
+        state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_gate.weight")}
+        load_state(stock, state, opened.folder)
+        return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=_settings(config))
+
+    def require_transformers(self, opened: Opened) -> None:
+        model: Any = opened.model
+        config, is_rms = model.config, _has_rms_norms(model)
+        unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
+        if is_rms and config.clip_qkv:
+            unsupported.append("clip_qkv, which only Olmo has")
+        if not is_rms and config.layer_norm_with_affine:
+            unsupported.append("a LayerNorm with a weight, which neither Llama nor Olmo has")
+        if not is_rms and config.layer_norm_eps != _OLMO_EPS:
+            unsupported.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
+        if unsupported:
+            raise LNSConfigError(
+                f"{opened.folder}: no stock transformers class can represent this model: {'; '.join(unsupported)}. "
+                "Use --format olmo."
+            )
+
+    def to_transformers(self, stock: Opened) -> Opened:
+        """Convert a folded model: to an Olmo if its LayerNorm has no weight, or else to a Llama."""
+        is_rms = _has_rms_norms(stock.model)
+        values, state = _hf_config(stock, is_rms), _hf_weights(stock.model, is_rms)
+        hf_model = huggingface.build(values, state, stock.folder, stock.model)
+        return replace(stock, model=hf_model, format=HF, config=huggingface.settings(hf_model))
+
+    def save(self, opened: Opened, out: Path) -> None:
+        """Write ``config.yaml`` and ``model.pt`` as OLMo does, for stock OLMo."""
+        from omegaconf import OmegaConf
+
+        saved: Any = OmegaConf.load(opened.folder / "config.yaml")
+        for name in ("layer_norm_type", "init_fn"):
+            if name in saved.model:
+                saved.model[name] = opened.config[name]
+        torch.save(opened.model.state_dict(), out / "model.pt")
+        OmegaConf.save(saved, out / "config.yaml")
+
+
+FORMAT = OLMoFormat()

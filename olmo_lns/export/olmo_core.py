@@ -14,8 +14,10 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
+from olmo_lns.export.interface import Format
 from olmo_lns.export.metadata import load_tensors, read_metadata
 from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
+from olmo_lns.export.prompts import prompt
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.pip_extras import install_command
@@ -28,56 +30,6 @@ STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
 _LNS_SETTINGS = ("scheme", "exponent", "initialization")
 #: Name of OLMo-core's built-in LNS block, and of the buffer that holds its factor in most versions.
 DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
-
-
-def open_folder(folder: Path, scheme: Scheme | None = None) -> Opened:
-    """Open an OLMo-core checkpoint.
-
-    :param folder: folder of the checkpoint.
-    :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
-    :raises LNSConfigError: if OLMo-core is not installed or refuses the config, or the weights do not fit the model.
-    """
-    try:
-        from olmo_core.nn.transformer import TransformerConfig
-    except ImportError as error:
-        raise LNSConfigError(
-            f"{folder} needs OLMo-core ({error}). Run, in an environment without OLMo: {install_command('olmo-core')}"
-        ) from None
-    from olmo_lns.olmo_core import apply
-
-    with reporting_load_errors(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        values = config["model"]
-        _require_config_classes(values, folder / CONFIG_FILE)
-    weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
-    blocks = blocks_of(values)
-    has_default_scaled = any(block.get("name") == DEFAULT_SCALED for block in blocks)
-    if has_default_scaled:
-        _check_buffers(weights, int(values["n_layers"]), scheme, folder)
-    if any(block.pop("scale_router", True) is False for block in blocks):  # only development versions saved false
-        raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into the norms alone.")
-    is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
-    with reporting_load_errors(folder):
-        settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)
-        model_config = TransformerConfig.from_dict(settings)
-        if is_stock and scheme is not None and not scheme.is_pre_ln:
-            apply(model_config, scheme.name, **scheme.parameters, initialization="upstream")
-        model = model_config.build(init_device="cpu")
-        load_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-    data = config.get("dataset") or {}
-    tokenizer = data.get("tokenizer") or {}
-    return Opened(
-        model,
-        OLMO_CORE,
-        read_back(model),
-        folder,
-        values,
-        tokenizer=tokenizer.get("identifier"),
-        max_length=int(data.get("sequence_length") or 2048),
-        token_dtype=str(data.get("dtype") or "uint16"),
-        eos_token_id=tokenizer.get("eos_token_id"),
-        pad_token_id=tokenizer.get("pad_token_id"),
-    )
 
 
 def _require_config_classes(values: Any, source: Path) -> None:
@@ -140,57 +92,6 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
         raise LNSConfigError(f"{folder} has the factors {saved} in its buffers, expected {expected} under {scheme}.")
 
 
-def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Fold the factors in place and return the model with OLMo-core's stock block config.
-
-    :param dtype: dtype of the weights; None keeps their dtypes.
-    :raises LNSConfigError: if a factor cannot be folded into the weights.
-    """
-    from olmo_core.nn.transformer import TransformerConfig
-
-    fold_norms(opened.model, lambda: opened.model(huggingface.prompt(opened.model)), dtype)
-    values = _with_stock_blocks(opened.config)
-    stock = TransformerConfig.from_dict(copy.deepcopy(values)).build(init_device="meta").eval()
-    load_state(stock, opened.model.state_dict(), opened.folder)
-    return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=values)
-
-
-def save(opened: Opened, out: Path) -> None:
-    """Write config.json and the weights as OLMo-core does, for stock OLMo-core."""
-    from olmo_core.distributed.checkpoint import save_model_and_optim_state
-
-    save_model_and_optim_state(out / WEIGHTS, opened.model)
-    saved = json.loads((opened.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    (out / CONFIG_FILE).write_text(json.dumps(saved | {"model": opened.config}, indent=2), encoding="utf-8")
-
-
-def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
-    """Return a Llama that computes the same.
-
-    :raises LNSConfigError: if Llama cannot represent this model. The message lists the reasons.
-    """
-    stock = folded(opened, dtype)
-    model: Any = stock.model
-    blocks = list(model.blocks.values())
-    unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
-    if any(getattr(getattr(block.attention, "backend", None), "window_size", (-1, -1)) != (-1, -1) for block in blocks):
-        unsupported.append("a sliding window")
-    if any(block.attention.rope is None or getattr(block.attention.rope, "scaling", None) for block in blocks):
-        unsupported.append("no RoPE, or scaled RoPE")
-    if any(getattr(block.attention, "clip_qkv", None) for block in blocks):
-        unsupported.append("clip_qkv")
-    if not all(hasattr(block, "feed_forward") and hasattr(block, "feed_forward_norm") for block in blocks):
-        unsupported.append("blocks without a dense feed-forward")
-    if unsupported:
-        raise LNSConfigError(
-            f"{opened.folder}: stock Llama cannot represent this model: {', '.join(unsupported)}. "
-            "Use --format olmo-core."
-        )
-    state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
-    llama = huggingface.build(_llama_config(stock), state, opened.folder, model)
-    return replace(stock, model=llama, format=HF, config=huggingface.settings(llama))
-
-
 #: OLMo-core's module names -> Llama's.
 _NAMES = {
     "blocks": "model.layers",
@@ -230,3 +131,116 @@ def _llama_config(opened: Opened) -> dict[str, Any]:
         "tie_word_embeddings": bool(model.tie_word_embeddings),
         **huggingface.special_tokens(opened),
     }
+
+
+class OLMoCoreFormat(Format):
+    """OLMo-core's distributed checkpoints."""
+
+    name = OLMO_CORE
+    outputs = (OLMO_CORE, HF)
+    files = "config.json with model_and_optim/ (OLMo-core)"
+
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / CONFIG_FILE).exists() and any((folder / name).exists() for name in (WEIGHTS, ".metadata"))
+
+    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+        """Open an OLMo-core checkpoint.
+
+        :param folder: folder of the checkpoint.
+        :param scheme: scheme of a checkpoint with stock or ``default_scaled`` blocks.
+        :raises LNSConfigError: if OLMo-core is not installed or refuses the config, or the weights do not fit.
+        """
+        try:
+            from olmo_core.nn.transformer import TransformerConfig
+        except ImportError as error:
+            raise LNSConfigError(
+                f"{folder} needs OLMo-core ({error}). Run, in an environment without OLMo: "
+                f"{install_command('olmo-core')}"
+            ) from None
+        from olmo_lns.olmo_core import apply
+
+        with reporting_load_errors(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            values = config["model"]
+            _require_config_classes(values, folder / CONFIG_FILE)
+        weights = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
+        blocks = blocks_of(values)
+        has_default_scaled = any(block.get("name") == DEFAULT_SCALED for block in blocks)
+        if has_default_scaled:
+            _check_buffers(weights, int(values["n_layers"]), scheme, folder)
+        if any(block.pop("scale_router", True) is False for block in blocks):  # only development versions saved false
+            raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into the norms alone.")
+        is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
+        with reporting_load_errors(folder):
+            settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)
+            model_config = TransformerConfig.from_dict(settings)
+            if is_stock and scheme is not None and not scheme.is_pre_ln:
+                apply(model_config, scheme.name, **scheme.parameters, initialization="upstream")
+            model = model_config.build(init_device="cpu")
+            load_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+        data = config.get("dataset") or {}
+        tokenizer = data.get("tokenizer") or {}
+        return Opened(
+            model,
+            OLMO_CORE,
+            read_back(model),
+            folder,
+            values,
+            tokenizer=tokenizer.get("identifier"),
+            max_length=int(data.get("sequence_length") or 2048),
+            token_dtype=str(data.get("dtype") or "uint16"),
+            eos_token_id=tokenizer.get("eos_token_id"),
+            pad_token_id=tokenizer.get("pad_token_id"),
+        )
+
+    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+        """Fold the factors in place and return the model with OLMo-core's stock block config.
+
+        :param dtype: dtype of the weights; None keeps their dtypes.
+        :raises LNSConfigError: if a factor cannot be folded into the weights.
+        """
+        from olmo_core.nn.transformer import TransformerConfig
+
+        fold_norms(opened.model, lambda: opened.model(prompt(opened.model)), dtype)
+        values = _with_stock_blocks(opened.config)
+        stock = TransformerConfig.from_dict(copy.deepcopy(values)).build(init_device="meta").eval()
+        load_state(stock, opened.model.state_dict(), opened.folder)
+        return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=values)
+
+    def require_transformers(self, opened: Opened) -> None:
+        model: Any = opened.model
+        blocks = list(model.blocks.values())
+        unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
+        if any(
+            getattr(getattr(block.attention, "backend", None), "window_size", (-1, -1)) != (-1, -1) for block in blocks
+        ):
+            unsupported.append("a sliding window")
+        if any(block.attention.rope is None or getattr(block.attention.rope, "scaling", None) for block in blocks):
+            unsupported.append("no RoPE, or scaled RoPE")
+        if any(getattr(block.attention, "clip_qkv", None) for block in blocks):
+            unsupported.append("clip_qkv")
+        if not all(hasattr(block, "feed_forward") and hasattr(block, "feed_forward_norm") for block in blocks):
+            unsupported.append("blocks without a dense feed-forward")
+        if unsupported:
+            raise LNSConfigError(
+                f"{opened.folder}: stock Llama cannot represent this model: {', '.join(unsupported)}. "
+                "Use --format olmo-core."
+            )
+
+    def to_transformers(self, stock: Opened) -> Opened:
+        """Convert a folded model to a Llama."""
+        model: Any = stock.model
+        state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
+        llama = huggingface.build(_llama_config(stock), state, stock.folder, model)
+        return replace(stock, model=llama, format=HF, config=huggingface.settings(llama))
+
+    def save(self, opened: Opened, out: Path) -> None:
+        """Write config.json and the weights as OLMo-core does, for stock OLMo-core."""
+        from olmo_core.distributed.checkpoint import save_model_and_optim_state
+
+        save_model_and_optim_state(out / WEIGHTS, opened.model)
+        saved = json.loads((opened.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        (out / CONFIG_FILE).write_text(json.dumps(saved | {"model": opened.config}, indent=2), encoding="utf-8")
+
+
+FORMAT = OLMoCoreFormat()

@@ -21,7 +21,7 @@ class Opened:
     """A model that was opened from a checkpoint, in evaluation mode.
 
     :param model: a model of the framework's class. For Megatron it is a Llama of transformers.
-    :param format: one of :data:`olmo_lns.export.FORMATS`.
+    :param format: name of the format of the checkpoint.
     :param scheme: scheme of the model, which is Pre-LN for a stock model.
     :param folder: folder of the checkpoint.
     :param config: settings in the saved config, as plain values.

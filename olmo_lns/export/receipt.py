@@ -25,8 +25,8 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
-from olmo_lns.export.huggingface import logits, prompt
 from olmo_lns.export.opened import Opened
+from olmo_lns.export.prompts import logits, prompt
 from olmo_lns.export.saved_weights import SavedWeights
 
 #: Name of the file.

@@ -10,11 +10,12 @@ from typing import Any, Mapping
 import torch
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import HF, MEGATRON, receipt
-from olmo_lns.export.convert import OUTPUT_FORMATS, convert
-from olmo_lns.export.huggingface import logits, prompt
+from olmo_lns.export import receipt
+from olmo_lns.export.convert import convert
+from olmo_lns.export.formats import FORMATS
 from olmo_lns.export.open import open_checkpoint
 from olmo_lns.export.opened import Opened
+from olmo_lns.export.prompts import logits, prompt
 from olmo_lns.schemes import Scheme
 
 #: Number of random prompts.
@@ -69,7 +70,7 @@ def verify(
     lines, differences = receipt.compare(known, exported) if known else ([], [])
     if checkpoint is not None:
         opened = open_checkpoint(checkpoint, scheme)
-        if exported.format not in OUTPUT_FORMATS[opened.format]:
+        if exported.format not in FORMATS[opened.format].outputs:
             raise LNSConfigError(
                 f"{export} is not an export of {checkpoint}: {opened.format} is never exported as {exported.format}."
             )
@@ -95,7 +96,7 @@ def _compare(
         if dtype != torch.float32:  # twice the error of the checkpoint itself in that dtype
             rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
             allowed = 2 * float((rounded - expected).abs().max())
-    refolded = convert(opened, HF if exported.format == MEGATRON else exported.format, dtype)
+    refolded = convert(opened, exported.format, dtype)
     weights = refolded.model.state_dict()
     differences += _config_differences(refolded.config, exported.config)
     try:  # within one rounding

@@ -15,8 +15,8 @@ from support.hooked import hooked
 from support.megatron_checkpoints import TOKENS, arguments, as_core_0_19, load, perturbed, run, save
 from support.megatron_cpu import single_process
 
-from olmo_lns.export.megatron import COMMON, read
 from olmo_lns.export.open import open_model
+from olmo_lns.export.torch_dist import COMMON, read
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from olmo_lns.export.megatron import COMMON, COMMON_OBJECT, read
+from olmo_lns.export.torch_dist import COMMON, COMMON_OBJECT, read
 from support import megatron_tiny as tiny
 
 TOKENS = tiny.batch()[:, :-1]

@@ -29,22 +29,20 @@ from olmo_lns.integrations.megatron import norms
 from olmo_lns.integrations.megatron.configs import BYPASSED, check_config
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
+from olmo_lns.integrations.megatron.module_names import LAYER
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.schemes import SUB_LAYERS
 
-#: Sub-layer -> the attribute of a standalone norm before it, the module of the sub-layer, and the linear layers in
-#: that module which may contain the norm instead.
-_NORM_PATHS = {
-    "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
-    "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
-}
 #: Modules of a layer that a Pre-LN block does not have: cross attention, and norms other than the two before
 #: attention and MLP.
 _UNSUPPORTED_MODULES = re.compile(
-    r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
+    rf"^cross_attention$|^(?!({'|'.join(names.norm for names in LAYER.values())})$)[^.]*norm[^.]*$"
+    rf"|({'|'.join(names.output for names in LAYER.values())})\..*norm"
 )
 #: The names of the residual output projections end in this way.
-_OUTPUT_WEIGHTS = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
+_OUTPUT_WEIGHTS = re.compile(
+    rf"({'|'.join(names.output for names in LAYER.values())}|fc2_latent_proj)\.weight\d*$|experts\.weight2$"
+)
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -165,11 +163,11 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
         raise _refuse(
             layer,
             f"has {', '.join(other_norms)}. The norms before attention and MLP were expected to be called "
-            f"{' and '.join(norm for norm, _, _ in _NORM_PATHS.values())}, or to be fused with a linear layer, and "
+            f"{' and '.join(names.norm for names in LAYER.values())}, or to be fused with a linear layer, and "
             "LayerNorm Scaling does not define cross attention and norms after a sub-layer. If this Megatron has "
             "renamed a norm, install another version of it or a newer olmo-lns",
         )
-    sub_layers = [name for name, (_, holder, _) in _NORM_PATHS.items() if not _is_absent(getattr(layer, holder, None))]
+    sub_layers = [name for name, names in LAYER.items() if not _is_absent(getattr(layer, names.module, None))]
     if not sub_layers:
         raise _refuse(layer, "has neither attention nor MLP")
     block = number if len(sub_layers) == 2 else (number + 1) // 2
@@ -181,21 +179,21 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
 
     :raises LNSConfigError: if there is not exactly one, or the sub-layer does not call it.
     """
-    norm, sub_layer_name, fused = _NORM_PATHS[sub_layer]
-    sub_layer_module = getattr(layer, sub_layer_name)
-    for module in (sub_layer_module, *(getattr(sub_layer_module, name, None) for name in fused)):
+    names = LAYER[sub_layer]
+    holder = getattr(layer, names.module)
+    for module in (holder, *(getattr(holder, linear, None) for linear in names.fused)):
         for base in type(module).__mro__:
             if base.__name__.startswith(("TEFusedMLP", "Inference")):
-                raise _refuse(layer, f"has a {base.__name__} in its {sub_layer_name}, and {BYPASSED}. Use another spec")
-    candidates = {f"{sub_layer_name}.{name}": getattr(sub_layer_module, name, None) for name in fused}
+                raise _refuse(layer, f"has a {base.__name__} in its {names.module}, and {BYPASSED}. Use another spec")
+    candidates = {f"{names.module}.{linear}": getattr(holder, linear, None) for linear in names.fused}
     present: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
-    if not _is_absent(standalone := getattr(layer, norm, None)):
-        present[norm] = standalone
+    if not _is_absent(standalone := getattr(layer, names.norm, None)):
+        present[names.norm] = standalone
     if len(present) != 1:
         raise _refuse(
             layer,
-            f"has {len(present)} norms before its {sub_layer_name} ({', '.join(present) or 'none'}; that is a "
-            f"{type(sub_layer_module).__name__}), expected exactly one of {', '.join((norm, *candidates))}",
+            f"has {len(present)} norms before its {names.module} ({', '.join(present) or 'none'}; that is a "
+            f"{type(holder).__name__}), expected exactly one of {', '.join((names.norm, *candidates))}",
         )
     return next(iter(present.values()))
 
@@ -254,9 +252,10 @@ def check_initialization(model: Any, config: Any) -> list[str]:
     for layer in layers_of(model) if std else []:
         weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT_WEIGHTS.search(name)}
         where = f"block {getattr(layer, 'layer_number', '?')}"
-        for _, holder, _ in _NORM_PATHS.values():
-            if not _is_absent(getattr(layer, holder, None)) and not any(name.startswith(holder) for name in weights):
-                raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
+        for names in LAYER.values():
+            module = getattr(layer, names.module, None)
+            if not _is_absent(module) and not any(name.startswith(names.module) for name in weights):
+                raise MeasurementError(f"{where}: found no {names.output} in its {names.module}, expected one.")
         measured |= check_drawn(weights, std, where=where)
     return ["initialization"] if measured else ["initialization (read back)"]
 

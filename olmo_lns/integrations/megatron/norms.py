@@ -22,17 +22,18 @@ import torch
 from torch import nn
 
 from olmo_lns import scaled
+from olmo_lns.integrations.megatron.module_names import FUSED_NORM
 from olmo_lns.norm import DtypeRule, NormArithmetic, arithmetic_of_torch
 from olmo_lns.norm.dtypes import scaled_parameter
 from olmo_lns.response import Response, first_output
 from olmo_lns.scaled import Scaled, ScaledOutput
 
 #: Attributes of a linear layer that belong to the norm inside of it.
-_OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma")
+_OF_FUSED_NORM = (f"{FUSED_NORM}weight", f"{FUSED_NORM}bias", "zero_centered_gamma")
 
 
 class ScaledGainLinear(Scaled):
-    """A linear layer with a norm in front, whose stock forward runs with a scaled gain and bias of the norm."""
+    """A linear layer with the norm before it, whose stock forward runs with a scaled gain and bias of the norm."""
 
     lns_calls_forward = True
     lns_how_applied = "in the fused kernel's gain"

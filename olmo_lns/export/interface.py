@@ -1,0 +1,81 @@
+"""The interface of a checkpoint format.
+
+:class:`Format` says what an export needs of a format. Each format has a module with a subclass, whose instance is
+called ``FORMAT``. The table of all formats is :data:`olmo_lns.export.formats.FORMATS`. The methods have the order in
+which an export calls them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from olmo_lns.export.opened import Opened
+from olmo_lns.schemes import Scheme
+
+
+class Format(ABC):
+    """A format in which a framework saves checkpoints.
+
+    Example: ``stock = FORMAT.folded(FORMAT.open(folder))``, then ``FORMAT.save(stock, out)``.
+    """
+
+    #: Name of the format, as on the command line.
+    name: str
+    #: Names of the formats to which a checkpoint of this format can be exported. The first is the default.
+    outputs: tuple[str, ...]
+    #: The files of a complete checkpoint, for the error that is raised when no format recognizes a folder.
+    files: str
+
+    @abstractmethod
+    def recognizes(self, folder: Path) -> bool:
+        """Return true if a folder has the files of a checkpoint of this format."""
+
+    @abstractmethod
+    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+        """Open a checkpoint on the CPU, under the scheme with which it was trained.
+
+        :param scheme: scheme of a checkpoint whose config names none.
+        :raises LNSConfigError: if the checkpoint is damaged, or its framework refuses it.
+        """
+
+    def fold_tensors(self, folder: Path, out: Path, scheme: Scheme | None = None) -> str | None:
+        """Fold a checkpoint into the empty folder ``out`` without building its model.
+
+        :returns: a line for the user, or None for a format whose model has to be built.
+        :raises LNSConfigError: if the checkpoint cannot be folded.
+        """
+        return None
+
+    @abstractmethod
+    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+        """Fold the factors of an opened model in place, and return it as a stock model of its framework.
+
+        :param dtype: dtype of the weights; None keeps their dtypes.
+        :raises LNSConfigError: if the scheme cannot be folded.
+        """
+
+    def require_transformers(self, opened: Opened) -> None:
+        """Check that a stock class of transformers can represent an opened model.
+
+        The check need not be complete. It names what the comparison of logits may miss, before any work is done.
+
+        :raises LNSConfigError: if none can. The message lists the reasons.
+        """
+        return
+
+    def to_transformers(self, stock: Opened) -> Opened:
+        """Convert a folded model to a stock model of transformers that computes the same.
+
+        :raises LNSConfigError: if the weights do not fit that model, or its logits differ.
+        """
+        return stock
+
+    def save(self, stock: Opened, out: Path) -> None:
+        """Write a folded model as its framework does.
+
+        Only a format with :meth:`fold_tensors` has no such method.
+        """
+        raise NotImplementedError(f"The format {self.name} has no model to save. fold_tensors() writes it.")
