@@ -193,7 +193,8 @@ def _rotary(model: nn.Module) -> list[list[float]]:
 
 
 def _same_rotary(found: Any, expected: Any) -> bool:
-    if not found or not expected:  # a family that keeps no frequencies in one of the versions
+    """Return true if two results of :func:`_rotary` are equal. Two empty ones are, but not an empty one and another."""
+    if found is None or expected is None:  # not an export of transformers
         return True
     if list(map(len, found)) != list(map(len, expected)):
         return False

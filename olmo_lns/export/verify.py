@@ -10,12 +10,13 @@ from typing import Any, Mapping
 import torch
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import receipt
+from olmo_lns.export import HF, receipt
 from olmo_lns.export.convert import convert
 from olmo_lns.export.formats import FORMATS
 from olmo_lns.export.open import open_checkpoint
 from olmo_lns.export.opened import Opened
 from olmo_lns.export.prompts import logits, prompt
+from olmo_lns.export.saved_weights import SavedWeights
 from olmo_lns.schemes import Scheme
 
 #: Number of random prompts.
@@ -86,23 +87,21 @@ def _compare(
 
     :returns: lines for the user, and a line for each difference in logits, config or weights.
     """
-    dtype = next(exported.model.parameters()).dtype
+    dtypes = _saved_dtypes(exported)
+    coarsest = max((each for each in dtypes.values() if each.is_floating_point), key=lambda each: torch.finfo(each).eps)
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
     reference = opened.model.float()
     differences = receipt.compare_checkpoint(known, reference) if known else []
     with torch.inference_mode():
         expected, actual = logits(reference, ids).double(), logits(exported.model, ids).double()
         allowed = receipt.TOLERANCE * float(expected.abs().max())
-        if dtype != torch.float32:  # twice the error of the checkpoint itself in that dtype
-            rounded = logits(copy.deepcopy(reference).to(dtype), ids).double()
+        if coarsest not in (torch.float32, torch.float64):  # twice the error of the checkpoint itself in that dtype
+            rounded = logits(copy.deepcopy(reference).to(coarsest), ids).double()
             allowed = 2 * float((rounded - expected).abs().max())
-    refolded = convert(opened, exported.format, dtype)
+    refolded = convert(opened, exported.format, torch.float32)
     weights = refolded.model.state_dict()
     differences += _config_differences(refolded.config, exported.config)
-    try:  # within one rounding
-        torch.testing.assert_close(exported.model.state_dict(), weights, rtol=torch.finfo(dtype).eps, atol=0.0)
-    except AssertionError as error:
-        differences.append(f"weights: {' '.join(str(error).split())}")
+    differences += _weight_differences(weights, exported.model.state_dict(), dtypes)
     largest, agreement = math.inf, 0.0
     if actual.shape == expected.shape:
         largest = float((actual - expected).abs().max().nan_to_num(nan=math.inf))
@@ -115,6 +114,37 @@ def _compare(
         f"top-1 agreement         {agreement:.2%}",
     ]
     return lines, differences
+
+
+def _saved_dtypes(exported: Opened) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor of an export was saved: name -> dtype.
+
+    transformers loads an export in another dtype if a tensor in its files has a wider one, or if its family keeps some
+    modules in fp32.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in exported.model.state_dict().items()}
+    saved = SavedWeights(exported.folder).dtypes if exported.format == HF else {}
+    return dtypes | {name: dtype for name, dtype in saved.items() if dtype is not None}
+
+
+def _weight_differences(
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> list[str]:
+    """Compare the weights of an export with folded ones, within one rounding of the dtype of each weight.
+
+    :param dtypes: the result of :func:`_saved_dtypes`.
+    :returns: a line for each difference in names, and a line for the first weight that differs.
+    """
+    differences = [f"weights: {name} is missing" for name in sorted(expected.keys() - actual.keys())]
+    differences += [f"weights: {name} was not expected" for name in sorted(actual.keys() - expected.keys())]
+    for name in sorted(expected.keys() & actual.keys()):
+        dtype = dtypes[name]
+        rtol = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        try:
+            torch.testing.assert_close(actual[name].to(dtype), expected[name].to(dtype), rtol=rtol, atol=0.0)
+        except AssertionError as error:
+            return [*differences, f"weights: {name}: {' '.join(str(error).split())}"]
+    return differences
 
 
 def _config_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:

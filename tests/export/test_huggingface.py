@@ -7,6 +7,8 @@ import socket
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support import families
 from support.exports import export, refused, relative, verify
 from support.transformers_models import hooked, inputs, stock
 
@@ -49,6 +51,23 @@ def test_an_export_of_another_exponent_is_found(tmp_path, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("gpt_oss", "fp16"), ("ernie4_5_moe", "bf16")])
+def test_a_family_that_transformers_loads_in_two_dtypes_is_verified(kind, dtype, tmp_path, capsys):
+    """transformers keeps the norms of gpt-oss, and the routers of ERNIE 4.5 MoE, in fp32."""
+    apply(families.tiny(kind)[0], initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
+    assert export(tmp_path / "lns", tmp_path / "out", "--dtype", dtype) == 0
+    loaded = open_model(tmp_path / "out")
+    assert len({parameter.dtype for parameter in loaded.parameters()}) == 2
+    assert verify(tmp_path / "lns", tmp_path / "out") == 0
+    path = tmp_path / "out" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.input_layernorm.weight"] *= 1.1
+    save_file(weights, path, {"format": "pt"})
+    capsys.readouterr()
+    assert verify(tmp_path / "lns", tmp_path / "out") == 1
+    assert "weights: model.layers.1.input_layernorm.weight" in capsys.readouterr().out
+
+
 def test_a_stock_llama_that_was_trained_with_lns_elsewhere(tmp_path, capsys):
     """The form of pengxiang/LNS_1B: config.json of a Llama, one pytorch_model.bin, RoPE's frequencies in it."""
     model, folder = stock("llama"), tmp_path / "LNS_1B"
@@ -68,8 +87,6 @@ def test_a_stock_llama_that_was_trained_with_lns_elsewhere(tmp_path, capsys):
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
-    from safetensors.torch import load_file, save_file
-
     apply(stock("gpt2"), initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
     path, lost = tmp_path / "lns" / "model.safetensors", "transformer.h.0.ln_1.bias"
     weights = load_file(path)

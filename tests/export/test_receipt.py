@@ -85,6 +85,13 @@ def test_a_changed_export_is_found_without_the_checkpoint(change, exports, tmp_p
     assert expected in capsys.readouterr().out
 
 
+def test_frequencies_that_one_side_lacks_are_a_difference(exports, tmp_path, capsys):
+    path = copied(exports, tmp_path) / "out" / FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rotary": []}))
+    assert verify(tmp_path / "out") == 1
+    assert "than the exporter (none)" in capsys.readouterr().out
+
+
 def test_a_narrow_export_is_judged_by_the_rounding_of_the_unfolded_model(exports, tmp_path, capsys):
     assert export(exports / "lns", tmp_path / "out", "--dtype", "bf16") == 0 and verify(tmp_path / "out") == 0
     weights = load_file(tmp_path / "out" / "model.safetensors")
