@@ -44,7 +44,7 @@ def load_tokenizer(name: str | None, beside: Path | None = None, eos_token_id: i
     path = find_local(name, beside)
     try:
         if path is None or path.is_dir():
-            return transformers.AutoTokenizer.from_pretrained(str(path or name))
+            return transformers.AutoTokenizer.from_pretrained(str(path or name), trust_remote_code=False)
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # tokenizers raises a bare Exception for a bad file
         raise LNSError(

@@ -22,6 +22,8 @@ from olmo_lns.sites import read_back
 
 #: Largest relative difference of the logits of one model in two frameworks: in fp32, and in fp16 or bf16.
 _TOLERANCE, _TOLERANCE_HALF = 1e-4, 0.05
+#: Settings with which a config would make transformers download and run a kernel of the hub.
+_NOT_READ = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
 def auto_class(config: Any) -> str:
@@ -140,7 +142,8 @@ class HuggingFace(Format):
 
         :param folder: a folder, or a name on the hub. transformers selects the files.
         :param scheme: scheme with which a checkpoint of a stock type was trained.
-        :raises LNSConfigError: if transformers cannot load the checkpoint, or weights are missing.
+        :raises LNSConfigError: if transformers cannot load the checkpoint without Python files of its own, or weights
+            are missing.
         """
         import transformers
 
@@ -148,12 +151,20 @@ class HuggingFace(Format):
 
         register()
         with reporting_load_errors(folder):
-            config = transformers.AutoConfig.from_pretrained(folder)
             values, _ = transformers.PretrainedConfig.get_config_dict(folder)
-            config = type(config).from_dict(with_all_spellings(values))  # another version may have written the folder
+            if "auto_map" in values and values.get("model_type") not in transformers.CONFIG_MAPPING:
+                raise LNSConfigError(
+                    f"{folder} needs Python files of its own, which this command does not run. Expected a model of "
+                    "transformers. If you trust the files, load the model in Python with trust_remote_code=True, call "
+                    "olmo_lns.fold(model), and save it with model.save_pretrained."
+                )
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            kept = {name: value for name, value in values.items() if name not in _NOT_READ}
+            config = type(config).from_dict(with_all_spellings(kept))  # another version may have written the folder
             loader = getattr(transformers, auto_class(config))
             saved = SavedWeights(folder)
-            model = _load(loader, folder, folder, config=config, torch_dtype=widest(saved.dtypes.values()) or "auto")
+            dtype = widest(saved.dtypes.values()) or "auto"
+            model = _load(loader, folder, folder, config=config, torch_dtype=dtype, trust_remote_code=False)
             require_one_head(saved, model, folder)
         has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
         eos = getattr(config, "eos_token_id", None)
