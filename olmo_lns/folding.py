@@ -280,7 +280,8 @@ def _outputs(run: Callable[[], Any], handles: list[Any]) -> list[torch.Tensor]:
     tensors = [leaf for leaf in tree_leaves(output_as_container(output)) if torch.is_tensor(leaf)]
     if not any(tensor.is_floating_point() for tensor in tensors):
         raise LNSConfigError(
-            f"The forward of the example returned a {type(output).__name__} without floating-point tensors. Expected "
+            f"The forward of the example returned an object of the type {type(output).__name__}, which has no "
+            "floating-point tensors. Expected "
             "an output that can be compared before and after. Pass as example= a function that returns the model's "
             "tensors."
         )

@@ -97,8 +97,8 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
     model: Any = getattr(config, "model", config)
     if not hasattr(model, "block") or not hasattr(model, "n_layers"):
         raise LNSConfigError(
-            f"apply() found a {type(config).__name__}. It needs OLMo-core's TransformerConfig, or a config with one in "
-            "`model`."
+            f"apply() found an object of the type {type(config).__name__}. It needs OLMo-core's "
+            "TransformerConfig, or a config with one in `model`."
         )
 
     def with_scheme(block: Any) -> BlockConfig:

@@ -39,7 +39,11 @@ def record(model: Any) -> dict[str, Any]:
     from olmo_lns import sites  # imports torch, so only on use
 
     norms = {_own_name(name): site.layer_number for name, _, site in sites.in_model(model)}
-    counts = Counter((site.layer_number, site.sub_layer, site.n_layers) for _, _, site in sites.in_model(model))
+    counts = Counter(
+        (each.layer_number, each.sub_layer, each.n_layers)
+        for _, _, each in sites.in_model(model)
+        if not getattr(each, "branch", "")
+    )
     for n_layers in {n_layers for _, _, n_layers in counts}:
         expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]
         if len({counts[site] for site in expected}) > 1:

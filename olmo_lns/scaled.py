@@ -294,7 +294,7 @@ def restore_class(module: Any, stock: type) -> None:
         elif _is_bound_forward(module, forward):
             setattr(module, name, types.MethodType(stock.forward, module))  # type: ignore[attr-defined]
     module.__class__ = stock
-    for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sites"]:
+    for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sub_layers"]:
         delattr(module, name)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_args]:

@@ -1,8 +1,9 @@
 """Record on modules which factors of a scheme they apply, and read the scheme of a built model from these records.
 
-Such a record is a :class:`Site`. It names a sub-layer of a block, and is stored on the module that applies the factors
-of this sub-layer. Under LayerNorm Scaling that is the norm. This package never remembers the scheme of a model
-elsewhere. It reads the sites of the model, and compares them with what the modules compute.
+Such a record is a :class:`SubLayer`, which names a sub-layer of a block. It is stored on the module that applies the
+factors of this sub-layer. Under LayerNorm Scaling that is a norm, and the record is a :class:`Site`. Under a scheme
+that replaces the forward of OLMo's blocks it is the block, which has a record for each of its sub-layers. This package
+never remembers the scheme of a model elsewhere. It reads the records, and compares them with what the modules compute.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
 
 @dataclass(frozen=True)
-class Site:
+class SubLayer:
     """One sub-layer of one block under a scheme.
 
     :param scheme: the scheme of the model.
     :param layer_number: number of the block in the whole model, from 1.
     :param n_layers: number of blocks of the whole model.
-    :param sub_layer: ``attn`` or ``ff``. The norm of a parallel block, which both read, has two sites.
+    :param sub_layer: ``attn`` or ``ff``.
     """
 
     scheme: Scheme
@@ -40,67 +41,83 @@ class Site:
         return f"block {self.layer_number}, {self.sub_layer}"
 
 
-def mark(module: Any, *new_sites: Site) -> None:
-    """Store sites on ``module``, which has to compute the plans of these sites.
+@dataclass(frozen=True)
+class Site(SubLayer):
+    """A norm that gets the factor of a sub-layer. A norm that both sub-layers read, in a parallel block, has two sites.
+
+    :param branch: name of a further branch of this sub-layer, whose norm this is. In a hybrid block of OLMo-core the
+        experts are such a branch, beside the dense feed-forward.
+    """
+
+    branch: str = ""
+
+
+def mark(module: Any, *new: SubLayer) -> None:
+    """Store sites on a norm, or sub-layers on a block. The module has to compute their plans.
 
     :raises LNSConfigError: if the module has a scheme already.
     """
-    if present_sites := _sites_of(module):
+    if present := _of_module(module):
         raise LNSConfigError(
-            f"{type(module).__name__} of {present_sites[0]} has the scheme {present_sites[0].scheme} already. A block "
-            "gets its scheme once, when it is built."
+            f"{type(module).__name__} of {present[0]} has the scheme {present[0].scheme} already. A block gets its "
+            "scheme once, when it is built."
         )
-    module.lns_sites = new_sites
+    module.lns_sub_layers = new
 
 
-def _sites_of(module: Any) -> tuple[Site, ...]:
+def _of_module(module: Any) -> tuple[SubLayer, ...]:
     # __dict__ is read because wrappers of FSDP and torch.compile forward attribute access to the wrapped module, whose
-    # sites would then be found twice.
-    return tuple(module.__dict__.get("lns_sites", ()))
+    # records would then be found twice.
+    return tuple(module.__dict__.get("lns_sub_layers", ()))
 
 
-def in_model(model: Any) -> Iterator[tuple[str, Any, Site]]:
-    """Yield ``(name of the module, module, site)`` for each site of ``model``, in the order of its modules."""
+def in_model(model: Any) -> Iterator[tuple[str, Any, SubLayer]]:
+    """Yield ``(name of the module, module, site or sub-layer)`` for each record, in the order of the modules."""
     for name, module in model.named_modules():
-        for site in _sites_of(module):
-            yield name, module, site
+        for each in _of_module(module):
+            yield name, module, each
 
 
 def read_back(model: Any) -> Scheme:
-    """Return the scheme of a built model, which is Pre-LN if the model has no site.
+    """Return the scheme of a built model, which is Pre-LN if no module has a record.
 
-    :raises MeasurementError: if the model has several schemes, or a module does not compute the plan of its site.
+    :raises MeasurementError: if the model has several schemes, or a module does not compute the plan of its record.
     """
-    model_sites = list(in_model(model))
-    if not model_sites:
+    records = list(in_model(model))
+    if not records:
         return PRE_LN
-    schemes = {site.scheme for _, _, site in model_sites}
+    schemes = {each.scheme for _, _, each in records}
     if len(schemes) > 1:
         raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")
-    for name, module, site in model_sites:
-        computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
-        if computed != site.plan:
-            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
-            found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(site.plan, n)!r}" for n in differing)
+    for name, module, each in records:
+        computed = module.lns_plan(each.sub_layer) if hasattr(module, "lns_plan") else Plan()
+        if computed != each.plan:
+            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(each.plan, f.name))
+            found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(each.plan, n)!r}" for n in differing)
             raise MeasurementError(
-                f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. The module or "
+                f"{name} ({each}): found {'; '.join(found_instead)} under {each.scheme}. The module or "
                 "its forward was replaced after the block was built; apply the scheme after the replacement."
             )
-    return model_sites[0][2].scheme
+    return records[0][2].scheme
 
 
 def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
-    """Check that every sub-layer of every block has exactly one site under ``scheme``, and that there are no others.
+    """Check that every sub-layer of every block has exactly one record under ``scheme``, and that there are no others.
+
+    A further branch of a sub-layer may have one, too.
 
     :param n_layers: number of blocks of the whole model.
     :param layer_numbers: numbers of the blocks in ``model`` if it is a part of the whole; by default 1 to ``n_layers``.
-    :raises MeasurementError: if a site is missing, superfluous or under another scheme. The message lists the found and
-        the expected sub-layers.
+    :raises MeasurementError: if a record is missing, superfluous or under another scheme. The message lists the found
+        and the expected sub-layers.
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
-    actual = [(site.layer_number, site.sub_layer) for _, _, site in in_model(model)]
-    if sorted(actual) != sorted(expected) or read_back(model) != scheme:
+    branches = [(each.layer_number, each.sub_layer, getattr(each, "branch", "")) for _, _, each in in_model(model)]
+    actual = [(number, sub_layer) for number, sub_layer, branch in branches if not branch]
+    others = {(number, sub_layer) for number, sub_layer, branch in branches if branch}
+    is_complete = sorted(actual) == sorted(expected) and others <= {*expected} and len({*branches}) == len(branches)
+    if not is_complete or read_back(model) != scheme:
         raise MeasurementError(
             f"{scheme.definition.title} was selected ({scheme}). Expected it on {expected}, but found "
             f"{read_back(model)} on {len(actual)} sub-layers {actual}. This version of the framework builds its blocks "
@@ -121,7 +138,7 @@ def restore(model: Any) -> None:
 def _restore_module(module: Any, stock: type | None) -> None:
     if stock is not None:
         restore_class(module, stock)
-    vars(module).pop("lns_sites", None)
+    vars(module).pop("lns_sub_layers", None)
     initialization.unmark(module)
 
 
@@ -151,7 +168,7 @@ def stock_on_failure(model: Any) -> Iterator[None]:
 
     Modules that had a scheme before the block, such as those of another tower, keep it.
     """
-    stock = [module for module in model.modules() if not _sites_of(module) and "lns_scale" not in vars(module)]
+    stock = [module for module in model.modules() if not _of_module(module) and "lns_scale" not in vars(module)]
     with initialization.marks_restored_on_failure(model):
         try:
             yield

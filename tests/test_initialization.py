@@ -348,7 +348,7 @@ def held_by_deepspeed(model):
         (lambda: held_by_deepspeed(wide(nanogpt)), "Call it earlier"),
         (lambda: nn.Linear(4, 4), "example"),
         (lambda: given(Inlined()), "Draw these weights like all others"),
-        (lambda: {"hidden_size": 4}, "found a dict. It expects a built model, or the config"),
+        (lambda: {"hidden_size": 4}, "found an object of the type dict. It expects a built model, or the config"),
     ],
 )
 def test_plain_initialization_refuses_what_it_does_not_recognize_and_changes_nothing(model, message):
@@ -619,7 +619,8 @@ def test_a_refusal_leaves_the_marks_of_another_tower_alone():
 
     def marks():
         return [
-            sorted({"lns_matrices", "lns_norm", "lns_sites", "lns_scale"} & vars(m).keys()) for m in model.modules()
+            sorted({"lns_matrices", "lns_norm", "lns_sub_layers", "lns_scale"} & vars(m).keys())
+            for m in model.modules()
         ]
 
     model = Towers()

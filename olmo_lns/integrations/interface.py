@@ -23,9 +23,6 @@ from olmo_lns.shadow import has_no_values
 
 __all__ = ["Integration", "fold_model"]
 
-#: Number of blocks for which the plans of a scheme are checked. The number of the model's blocks is not known yet.
-_SOME_DEPTH = 8
-
 
 class Integration:
     """The methods that the public functions call for a framework. This class itself is for models of no framework."""
@@ -69,7 +66,8 @@ class Integration:
         """
         environment.check()
         any_model.require_unwrapped(model)
-        if scheme.is_pre_ln or not scheme.only_scales_norms(_SOME_DEPTH):
+        depth = 8  # any depth would do; the model's is not known before its blocks are found
+        if scheme.is_pre_ln or not scheme.only_scales_norms(depth):
             raise LNSConfigError(
                 f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
             )
@@ -113,8 +111,8 @@ class Integration:
         :raises LNSConfigError: if the framework has no such config.
         """
         raise LNSConfigError(
-            f"plain_initialization found a {type(config).__name__}. It expects a built model, or the config of an OLMo "
-            "or a Megatron model before it is built."
+            f"plain_initialization found an object of the type {type(config).__name__}. It expects a built model, "
+            "or the config of an OLMo or a Megatron model before it is built."
         )
 
     def make_plain(self, model: nn.Module, blocks: Any, example: Any) -> str:

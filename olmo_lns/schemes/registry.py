@@ -237,7 +237,7 @@ def as_scheme(scheme: Any) -> Scheme:
     """
     if not isinstance(scheme, (str, Scheme)):
         raise LNSConfigError(
-            f"The scheme is a {type(scheme).__name__}. Expected a text such as 'lns:exponent=0.25', or a Scheme. To "
-            "pass an input of the model, name it: apply(model, example=tokens)."
+            f"The scheme has the type {type(scheme).__name__}. Expected a text such as 'lns:exponent=0.25', or a "
+            "Scheme. To pass an input of the model, name it: apply(model, example=tokens)."
         )
     return parse(scheme) if isinstance(scheme, str) else scheme

@@ -48,7 +48,7 @@ def read_text(path: Path) -> dict[str, Any]:
         raise LNSConfigError(f"{path} cannot be read as YAML. Correct this place: {message}") from error
     if not isinstance(content, dict):
         raise LNSConfigError(
-            f"{path} has a {type(content).__name__} at the top level. Expected a mapping of keys to values. Correct "
+            f"{path} has {type(content).__name__} at the top level. Expected a mapping of keys to values. Correct "
             "the file."
         )
     return content

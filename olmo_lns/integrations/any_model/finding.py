@@ -115,17 +115,17 @@ def _locate(
     refuse_adapted(model, everything)
     ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
     return Located(
-        found.path,
-        tuple("" if block is None else names[block] for block in stack),
-        tuple(tuple(names[norm] for norm in each) for each in block_norms),
-        tuple(found.trace.shapes.get(each[0], ()) for each in block_norms),
-        found.trace.shapes.get(block_norms[0][0], (0,))[-1],
-        tuple(dict.fromkeys(name for _, each in probes for name in each.cancelled)),
-        tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
-        tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
-        _left(model, stack, found.trace),
-        "probe" if projections else "norms=",
-        projections,
+        path=found.path,
+        blocks=tuple("" if block is None else names[block] for block in stack),
+        norms=tuple(tuple(names[norm] for norm in each) for each in block_norms),
+        shapes=tuple(found.trace.shapes.get(each[0], ()) for each in block_norms),
+        width=found.trace.shapes.get(block_norms[0][0], (0,))[-1],
+        cancelled=tuple(dict.fromkeys(name for _, each in probes for name in each.cancelled)),
+        partly_cancelled=tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
+        hooked=tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
+        left=_left(model, stack, found.trace),
+        sites_from="probe" if projections else "norms=",
+        projections=projections,
     )
 
 

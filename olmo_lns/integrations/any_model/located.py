@@ -9,7 +9,7 @@ from typing import Mapping
 from torch import nn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Located:
     """The norms before the branches of a model.
 

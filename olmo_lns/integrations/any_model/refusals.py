@@ -27,7 +27,7 @@ def require_unwrapped(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise LNSConfigError(
-            f"Found a {type(model).__name__}. Expected a built model, a torch.nn.Module. Build the model first."
+            f"The model has the type {type(model).__name__}. Expected a built torch.nn.Module. Build the model first."
         )
     refuse_wrappers(model)
     refuse_offloaded(model)

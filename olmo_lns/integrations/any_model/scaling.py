@@ -70,7 +70,7 @@ def attach(
                             f"{where}: this norm has no factor, because it replaced a scaled norm. Expected the norm "
                             "that was scaled. Build a new model, and apply the scheme after norms are replaced."
                         )
-                    if (found := vars(norm).get("lns_sites")) != tuple(norm_sites):
+                    if (found := vars(norm).get("lns_sub_layers")) != tuple(norm_sites):
                         raise MeasurementError(
                             f"{where}: this norm has the factor of {found[0] if found else 'no block'}, because its "
                             "block was moved after the scheme was applied. Build a new model, and apply the scheme "

@@ -59,8 +59,8 @@ def mark_config(target: Any, selection: Selection) -> None:
     config = getattr(target, "transformer", target)
     if not is_config(config):
         raise LNSConfigError(
-            f"Found a {type(target).__name__}. Expected a TransformerConfig, a built model or its chunks. "
-            "Pass one of them."
+            f"The argument has the type {type(target).__name__}. Expected a TransformerConfig, a built model or its "
+            "chunks. Pass one of them."
         )
     current = Selection.of(config)
     if current.layernorm_scaling and selection.layernorm_scaling and current.scheme != selection.scheme:

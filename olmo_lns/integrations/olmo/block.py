@@ -23,7 +23,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedErr
 from olmo_lns.norm import DtypeRule, NormArithmetic
 from olmo_lns.scaled import PicklableSubclass, picklable_subclass, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
-from olmo_lns.sites import Site
+from olmo_lns.sites import Site, SubLayer
 
 #: Sub-layer -> its first, or only, norm in OLMo's blocks; a second norm has ``_out`` at the end.
 NORMS = {"attn": "attn_norm", "ff": "ff_norm"}
@@ -295,18 +295,17 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     from olmo.model import LayerNormBase
 
     config = block.config
-    block_sites = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     measured: list[str] = []
     if scheme.only_scales_norms(config.n_layers):
-        for site in block_sites:
-            norm = getattr(block, NORMS[site.sub_layer])
+        for sub_layer in SUB_LAYERS:
+            site, norm = Site(scheme, layer_number, config.n_layers, sub_layer), getattr(block, NORMS[sub_layer])
             width, arithmetic = config.d_model, arithmetic_of(norm)
             measured += scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
             sites.mark(norm, site)
         return measured
-    sites.mark(block, *block_sites)
-    for site in block_sites:
-        plan, sub_layer = site.plan, site.sub_layer
+    sites.mark(block, *(SubLayer(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS))
+    plans = {sub_layer: scheme.plan(layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS}
+    for sub_layer, plan in plans.items():
         if plan.norm_count == 2:
             setattr(block, f"{NORMS[sub_layer]}_out", LayerNormBase.build(config, size=config.d_model))
         if plan.groups > 1:
@@ -318,5 +317,5 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", picklable_subclass(LearnedFactor, LayerNormBase)(config, learned))
-    replace_forward(block, {site.sub_layer: site.plan for site in block_sites})
+    replace_forward(block, plans)
     return measured

@@ -15,6 +15,7 @@ from olmo_core.nn.transformer.config import TransformerBlockConfig
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, one_line
+from olmo_lns.integrations.olmo_core.model import EXPERTS_NORM
 from olmo_lns.integrations.olmo_core.norms import arithmetic_of
 from olmo_lns.scaled import scale
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
@@ -26,13 +27,14 @@ class NormLayout:
     """The places of the norms in a type of block.
 
     :param plan: the plan of a sub-layer of this block without a factor.
-    :param norms: sub-layer -> the names of the norms that are multiplied by the factor. The first one has the site.
+    :param norms: sub-layer -> branch -> the name of the norm that is multiplied by the factor. The first branch is
+        the sub-layer itself, and has the name ``""``.
     :param factor_name: the field of a plan which the factor sets.
     :param suggested_scheme: a scheme that fits this block, for error messages.
     """
 
     plan: Plan
-    norms: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, Mapping[str, str]]
     factor_name: str
     suggested_scheme: str
 
@@ -42,16 +44,16 @@ class NormLayout:
         return replace(plan, **neutral) == self.plan
 
 
-_DENSE = {"attn": ("attention_norm",), "ff": ("feed_forward_norm",)}
+_DENSE = {"attn": {"": "attention_norm"}, "ff": {"": "feed_forward_norm"}}
 #: In a hybrid block, the experts run in parallel to the dense feed-forward. Each of the two has a norm.
-_HYBRID = {"attn": ("attention_norm",), "ff": ("feed_forward_norm", "feed_forward_moe_norm")}
+_HYBRID = {**_DENSE, "ff": {"": "feed_forward_norm", "experts": EXPERTS_NORM}}
 
 
-def _pre(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
+def _pre(norms: Mapping[str, Mapping[str, str]]) -> NormLayout:
     return NormLayout(Plan(), norms, "norm_scale", "lns")
 
 
-def _branch(norms: Mapping[str, tuple[str, ...]]) -> NormLayout:
+def _branch(norms: Mapping[str, Mapping[str, str]]) -> NormLayout:
     return NormLayout(Plan(norm_before=False, norm_on_output=True), norms, "output_scale", "branchln_depth")
 
 
@@ -95,8 +97,8 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
     layout = require_supported(scheme, config.name, n_layers)
     measured: list[str] = []
     for sub_layer in SUB_LAYERS:
-        site = Site(scheme, block_idx + 1, n_layers, sub_layer)
-        for name in layout.norms[sub_layer]:
+        for branch, name in layout.norms[sub_layer].items():
+            site = Site(scheme, block_idx + 1, n_layers, sub_layer, branch)
             if (norm := getattr(block, name, None)) is None:
                 raise MeasurementError(
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
@@ -111,7 +113,7 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
                 plan_without_factor=layout.plan,
                 factor_name=layout.factor_name,
             )
-        sites.mark(getattr(block, layout.norms[sub_layer][0]), site)
+            sites.mark(norm, site)
     block.lns_measured = measured
     block.lns_initialization = config.initialization
     block.lns_not_run = f"{config.name} is not run"
@@ -142,7 +144,7 @@ def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) ->
     :returns: why the block could not run on this machine, or ``""`` if it was probed.
     :raises MeasurementError: if the block reads its stream through other norms than its two.
     """
-    expected = _DENSE["attn"] + _DENSE["ff"]
+    expected = tuple(name for norms in _DENSE.values() for name in norms.values())
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
         with torch.random.fork_rng(devices=[]):  # keep the run's random state

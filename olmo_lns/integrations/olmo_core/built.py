@@ -36,8 +36,9 @@ class OLMoCore(Integration):
 
     def plain_initialization(self, config: Any) -> None:
         raise LNSConfigError(
-            f"plain_initialization found a {type(config).__name__} of OLMo-core. It expects a built model, or the "
-            "config of an OLMo or a Megatron model. In OLMo-core, set init_method to normal or fan_in."
+            f"plain_initialization found an object of the type {type(config).__name__} of OLMo-core. It "
+            "expects a built model, or the config of an OLMo or a Megatron model. In OLMo-core, set init_method to "
+            "normal or fan_in."
         )
 
 

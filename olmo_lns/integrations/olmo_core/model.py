@@ -73,6 +73,8 @@ def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+#: The norm of the experts in a hybrid block, where they run in parallel to the dense feed-forward.
+EXPERTS_NORM = "feed_forward_moe_norm"
 #: The first and the last projection of each part of a block.
 _PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_forward.w2"))
 
@@ -106,17 +108,16 @@ def check_initialization(block: Any, number: int, init_method: str) -> None:
 def scheme_of_model(model: Any) -> Scheme:
     """Return the scheme of a built model or of a pipeline stage, whose weights need not be drawn yet.
 
-    :raises MeasurementError: if a site is missing, a block is in the wrong place, or the norms of one sub-layer have
-        different factors.
+    :raises MeasurementError: if a site is missing, a block is in the wrong place, or a norm has another factor.
     """
     scheme = sites.read_back(model)
     for number, block in () if scheme.is_pre_ln else built_blocks(model).items():
         sites.require_complete(block, scheme, number, layer_numbers=[number])
-        dense, experts = (getattr(block, f"feed_forward_{name}", None) for name in ("norm", "moe_norm"))
-        if experts is not None and getattr(dense, "lns_scale", 1.0) != getattr(experts, "lns_scale", 1.0):
+        experts = getattr(block, EXPERTS_NORM, None)
+        if experts is not None and not any(sites.in_model(experts)):
             raise MeasurementError(
-                f"block {number}: found different factors on feed_forward_norm and feed_forward_moe_norm, expected "
-                "one. A module was replaced after the block was built."
+                f"block {number}: {EXPERTS_NORM} has no factor. Expected the factor of feed_forward_norm. The module "
+                "was replaced after the block was built; apply the scheme after the replacement."
             )
     return scheme
 

@@ -37,7 +37,8 @@ def apply(
         raise LNSConfigError(f"initialization is {initialization!r}, but expected plain or upstream. Pass one of them.")
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(
-            f"apply found a {type(model).__name__}. It expects a model of transformers. Call olmo_lns.apply."
+            f"apply found an object of the type {type(model).__name__}. It expects a model of "
+            "transformers. Call olmo_lns.apply."
         )
     any_model.require_unwrapped(model)
     is_attached = isinstance(model, classes.SchemeModel)

@@ -196,7 +196,14 @@ def located_by_names(model: Any, norms: dict[str, Any]) -> Located:
     )
     weight = next(model.get_submodule(paths[0][0]).parameters(), None)
     width = weight.shape[-1] if weight is not None and weight.numel() else text_config(model.config).hidden_size
-    return Located(path, tuple(blocks), paths, ((),) * len(paths), int(width), sites_from="the config")
+    return Located(
+        path=path,
+        blocks=tuple(blocks),
+        norms=paths,
+        shapes=((),) * len(paths),
+        width=int(width),
+        sites_from="the config",
+    )
 
 
 def judge_initialization(

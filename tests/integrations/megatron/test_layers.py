@@ -70,7 +70,7 @@ def keys_of(model):
 
 def test_every_layer_has_two_sites_with_its_global_number_and_the_keys_of_stock():
     model, stock = tiny.model_of(), tiny.build(tiny.config())
-    sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
+    sites = [(norm.lns_sub_layers[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
     assert sites == [(block, block**-0.5) for block in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert not tiny.scaled_norms(model.decoder.final_layernorm)
     assert keys_of(model) == keys_of(stock)
@@ -246,7 +246,10 @@ def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied(
     file.seek(0)
     x = torch.randn(4, tiny.HIDDEN)
     for copied in (torch.load(file, weights_only=False)[0], copy.deepcopy(norm)):
-        assert type(copied) is type(norm) and (copied.lns_scale, copied.lns_sites) == (3**-0.5, norm.lns_sites)
+        assert type(copied) is type(norm) and (copied.lns_scale, copied.lns_sub_layers) == (
+            3**-0.5,
+            norm.lns_sub_layers,
+        )
         assert torch.equal(copied(x), norm(x))
 
 
@@ -279,7 +282,7 @@ def hybrid(pattern):
 
 def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block_number(capsys):
     apply(stack := hybrid("*-*-*-"))
-    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
+    assert [norm.lns_sub_layers[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
     assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
 
 

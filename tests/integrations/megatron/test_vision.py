@@ -49,7 +49,7 @@ def configs(*, scheme):
 
 def test_the_language_decoder_is_scaled_and_the_vision_tower_is_megatrons_own():
     model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False))
-    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [norm.lns_sub_layers[0].layer_number for norm in tiny.scaled_norms(model)] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert tiny.scaled_norms(model.vision_model) == []
     ours, theirs = model.vision_model, stock.vision_model
     image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))

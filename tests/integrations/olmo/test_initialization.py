@@ -86,7 +86,7 @@ def test_settings_that_contradict_plain_initialization_are_refused(monkeypatch):
     for config, output in (
         (model_config(init_fn="normal_scaled"), "init_fn normal_scaled"),
         (build().config, "this ModelConfig has built a model already"),
-        ({}, "found a dict"),
+        ({}, "found an object of the type dict"),
     ):
         with pytest.raises(LNSConfigError, match=output):
             plain_initialization(config)
