@@ -36,11 +36,24 @@ def pytest_pyfunc_call():
     return (yield from _skip_without_olmo())
 
 
+#: The files of slow tests that take longest, half a minute and more, each on one worker.
+LONGEST = """
+demo/test_demo.py upstream/olmo/test_launch.py mutants/test_mutants.py test_benchmarks.py study/test_launch.py
+upstream/olmo/test_strategies.py recipes/test_vision.py recipes/test_fine_tuning.py study/test_plan.py
+study/test_evidence.py golden/test_golden.py
+"""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Put the files with slow tests first, so that no worker starts a long file when the others are done."""
+    """Put the files with slow tests first, and the longest of them foremost.
+
+    So no worker starts a long file when the others are done.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    longest = [Path(__file__).parent / name for name in LONGEST.split()]
+    place = {path: longest.index(path) if path in longest else len(longest) for path in slow}
+    items.sort(key=lambda item: place.get(item.path, len(longest) + 1))
 
 
 @pytest.hookimpl(tryfirst=True, wrapper=True)

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
-from support import training
-from support.launch import environment, torchrun, write_config
+from support import forked, training
+from support.launch import Result, environment, torchrun, write_config
 
 from olmo_lns import cli
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
@@ -94,7 +94,8 @@ def test_two_ranks_train_and_save_and_one_process_goes_on(uninterrupted, tmp_pat
     """The monitor pools both ranks. Their mean loss differs from the loss of one process by rounding alone."""
     folder, alone = tmp_path / "two", tmp_path / "one"
     command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp", "--stop_after=3"]
-    first = torchrun(2, *command, cwd=folder, env=environment(OLMO_LNS_MONITOR="every=1")).ok()
+    done = forked.torchrun(2, *command, imports="olmo.train", cwd=folder, **environment(OLMO_LNS_MONITOR="every=1"))
+    first = Result(done.returncode, done.stdout + done.stderr).ok()
     two = np.genfromtxt(folder / "run" / MONITOR, delimiter=",", names=True)
     _, second = train(folder, "--try_load_latest_save")
     assert first.losses() + list(second.values()) == pytest.approx(list(uninterrupted[1].values()), abs=2e-3)

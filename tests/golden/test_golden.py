@@ -5,13 +5,12 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from packaging.version import Version
+from support import forked
 
 GOLDEN = Path(__file__).with_name("golden.npz")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "golden.py"
@@ -26,9 +25,9 @@ def compare(*options):
         found = Version(importlib.metadata.version(name)).public
         if found != Version(version).public:
             pytest.skip(f"the golden figures were made with {name} {version}, here is {found}")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OLMO_LNS_")}
-    command = [sys.executable, "-W", "ignore", SCRIPT, "compare", GOLDEN, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    ours = {key: None for key in os.environ if key.startswith("OLMO_LNS_")}
+    code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = forked.run(code, "compare", GOLDEN, *options, **ours)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout, count
 

@@ -96,8 +96,12 @@ def test_arms_differ_in_layer_scale_and_factor_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("blocks", "count"), [("model.vision_tower.encoder.layers", VISION_LAYERS), ("model.language_model.layers", LANGUAGE_LAYERS)]
-)  # fmt: skip
+    ("blocks", "count"),
+    [
+        ("model.vision_tower.encoder.layers", VISION_LAYERS),
+        pytest.param("model.language_model.layers", LANGUAGE_LAYERS, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_blocks_of_both_branches_of_a_vision_language_model_are_removed(blocks, count, tmp_path):
     """The harness's multimodal model answers a task like MMMU. The score is the sum of the answer's character codes."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[eval]'")

@@ -134,6 +134,36 @@ def run_ranks(file, function, *arguments, ranks=2):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+_TORCHRUN = """
+import os, runpy, socket, sys
+import torch, {imports}
+
+ranks, *words = sys.argv[1:]
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    shared = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+
+def run(rank):
+    os.environ |= shared | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+torch.multiprocessing.start_processes(run, nprocs=int(ranks), start_method="fork")
+"""
+
+
+def torchrun(ranks, *words, imports, **options):
+    """Run a program, or ``-m`` and a module, as ``torchrun`` does, in forks of a process that has imported ``imports``.
+
+    :param options: of :func:`run`.
+    """
+    return run(_TORCHRUN.format(imports=imports), ranks, *words, **options)
+
+
 def _child(requested):
     os.environ.clear()
     os.environ.update(requested["env"])

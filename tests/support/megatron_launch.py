@@ -13,6 +13,8 @@ import pytest
 from support import launch
 
 TESTS = Path(__file__).parents[1]
+#: What a launch imports when its interpreter starts.
+SITE = Path(__file__).with_name("megatron_site")
 #: A model of 4 layers on mock data, six iterations, the local spec, everything that a CPU can run.
 MODEL = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64
@@ -34,7 +36,7 @@ def checkout():
 
 
 def environment(**changes):
-    paths = [TESTS / "support" / "megatron_site", TESTS, TESTS.parent]  # this tree, not an installed one
+    paths = [SITE, TESTS, TESTS.parent]  # this tree, not an installed one
     path = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
     return launch.environment(
         PYTHONDONTWRITEBYTECODE=None,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import launch, megatron_launch, observing
+from support import forked, launch, megatron_launch, observing
 
 pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).with_name("programs")
@@ -20,12 +20,17 @@ CORE_MODULES, TRAINING_MODULES = r"megatron\.core\.", r"megatron\.(training|post
 
 
 def run(program, folder, tree, **variables):
+    """Run ``program``: of Megatron Core in a fork, of a checkout's training in an interpreter of its own."""
     folder.mkdir(exist_ok=True)
-    environment = megatron_launch.environment(RANK="0", WORLD_SIZE="1", **variables)
-    if tree is not None:
-        environment["PYTHONPATH"] = f"{tree}:{environment['PYTHONPATH']}"
-    # By -c, since Megatron's writer starts processes that would run a script again.
+    # As a text, since Megatron's writer starts processes that would run a script again.
     code = f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import {program}"
+    environment = megatron_launch.environment(RANK="0", WORLD_SIZE="1", **variables)
+    if tree is None:
+        start = f"import runpy\nrunpy.run_path({str(megatron_launch.SITE / 'sitecustomize.py')!r})\n"
+        done = forked.run(start + code, folder, path=megatron_launch.TESTS, cwd=folder, **environment)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return
+    environment["PYTHONPATH"] = f"{tree}:{environment['PYTHONPATH']}"
     launch.run([sys.executable, "-c", code, folder], cwd=folder, env=environment).ok()
 
 

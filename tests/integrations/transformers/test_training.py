@@ -45,6 +45,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     same("llama", model, plain, tolerance=1e-6)
 
 
+@pytest.mark.exhaustive  # tests/norm/test_compile.py compiles the same norms
 @pytest.mark.slow
 def test_a_compiled_model_equals_the_eager_one():
     model = apply(stock("llama"), trained=True)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import launch
+from support import forked, launch
 from support.exports import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,12 @@ def train_own(folder, *kinds, disable=None):
     """Train one run of each kind with the user's script, in one launch; return its output, and what each run wrote."""
     configs = {kind: launch.write_config(folder / f"{kind}{disable or ''}") for kind in kinds}
     words = [word for kind, config in configs.items() for word in (config, f"--model.layer_norm_type={kind}")]
-    env = environment(OLMO_LNS_DISABLE=disable)
-    result = launch.torchrun(2, launch.PROGRAMS / "launch.py", *words, cwd=folder, env=env)
+    words, env = [launch.PROGRAMS / "launch.py", *words], environment(OLMO_LNS_DISABLE=disable)
+    if disable and not os.environ.get(launch.OLMO_SRC):  # as torchrun does, without another start of each interpreter
+        done = forked.torchrun(2, *words, imports="olmo.train", cwd=folder, **env)
+        result = launch.Result(done.returncode, done.stdout + done.stderr)
+    else:
+        result = launch.torchrun(2, *words, cwd=folder, env=env)
     wrote = [config.parent / "run" for config in configs.values()]
     return result.ok(), [
         SimpleNamespace(folder=each, **json.loads((each / "result.json").read_text())) for each in wrote

@@ -4,7 +4,7 @@ import functools
 import json
 
 import pytest
-from support import launch
+from support import forked, launch
 
 pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
 
@@ -60,8 +60,9 @@ def results(tmp_path_factory):
         folder = tmp_path_factory.mktemp("strategies")
         cases, output = folder / "cases.json", folder / "results.json"
         cases.write_text(json.dumps({name: CASES[name] for name in CASES if (name in EXHAUSTIVE) == exhaustive}))
-        env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
-        launch.torchrun(2, launch.PROGRAMS / "strategies.py", cases, output, cwd=folder, env=env).ok()
+        words, options = (launch.PROGRAMS / "strategies.py", cases, output), {"path": launch.REPOSITORY / "tests"}
+        done = forked.torchrun(2, *words, imports="olmo.train", cwd=folder, **options, **launch.environment())
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return json.loads(output.read_text())
 
     return lambda name: launched(name in EXHAUSTIVE)[name]
