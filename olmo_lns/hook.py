@@ -235,7 +235,7 @@ def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
     if problems := dict.fromkeys([*_problems.get(framework, ()), *missing]):
         raise UpstreamChangedError(
             f"A scheme was selected, but this version of {framework} lacks what olmo-lns needs: {'; '.join(problems)}. "
-            f"Install another version of {framework} or a newer olmo-lns, or set {DISABLE}=1 to run without a scheme."
+            f"Install another version of {framework} or a newer olmo-lns, or train without the scheme's flag."
         )
 
 

@@ -37,6 +37,6 @@ def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) 
             raise MeasurementError(
                 f"{where}, {name}: the weights were drawn with a standard deviation of {actual_std:.4g}. Expected "
                 f"{std:.4g}. This version of the framework does not initialize its output projections as requested. "
-                "Use another version, or set OLMO_LNS_DISABLE=1 to run without a scheme."
+                "Use another version of the framework, or train without the scheme's flag."
             )
     return measured

@@ -48,7 +48,7 @@ def rms_norm(
 
     :param x: (..., width), fp64, fp32, bf16 or fp16; need not be contiguous, may be empty.
     :param weight: (width,) or None for a norm without gain.
-    :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_scale`).
+    :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_factor`).
     :param bias: (width,) or None.
     :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
     :param backend: a :class:`Backend`, or an argument of :func:`choose_backend`: a name, or None. A module chooses

@@ -213,10 +213,12 @@ class Scheme:
         return all(plan.folds_into_pre_ln for _, _, plan in self.plans(n_layers))
 
 
-def parse(text: str) -> Scheme:
+def parse(text: str, exponent: Any = None) -> Scheme:
     """Return the scheme that a text spells: ``parse("lns:exponent=0.25").parameters`` is ``{"exponent": 0.25}``.
 
-    :raises LNSConfigError: if the text has another form, or for the reasons of :meth:`Scheme.of`.
+    :param exponent: the exponent, where a config has a field of its own for it. None takes the one in the text.
+    :raises LNSConfigError: if the text has another form, if it spells another exponent than ``exponent``, or for the
+        reasons of :meth:`Scheme.of`.
     """
     name, colon, rest = str(text).strip().partition(":")
     parameters: dict[str, str] = {}
@@ -227,7 +229,13 @@ def parse(text: str) -> Scheme:
                 f"The scheme {text!r} cannot be read at {item!r}. Write name:key=value, or name:key=value,key=value."
             )
         parameters[key.strip()] = value.strip()
-    return Scheme.of(name, **parameters)
+    scheme = Scheme.of(name, **parameters)
+    if exponent is None:
+        return scheme
+    # This also compares an exponent that equals the default, which the spelling of a scheme omits.
+    if colon and scheme.parameters.get("exponent", exponent) != float(exponent):
+        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other. Set one of them.")
+    return Scheme.of(name, **{**scheme.parameters, "exponent": exponent})
 
 
 def as_scheme(scheme: Any) -> Scheme:

@@ -7,6 +7,7 @@ this case. Some models write to their weights in such a forward, which is preven
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -18,6 +19,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.shadow import has_no_values
 from olmo_lns.whole_model.depth import functional_blocks, similar_modules
 from olmo_lns.whole_model.trace import Trace, trace_forward
+
+log = logging.getLogger("olmo_lns")
 
 
 def require_same_in_training(
@@ -41,7 +44,8 @@ def require_same_in_training(
             in_training = trace_forward(model, run, ())
         similar = similar_modules(model, blocks, in_training, widths, run)
         similar |= functional_blocks(model, blocks, in_training, widths, run)
-    except LNSConfigError:  # it needs labels, or writes to its weights
+    except LNSConfigError as error:  # it needs labels, or writes to its weights
+        log.info("%s: the whole model was not checked in training mode: %s", type(model).__name__, error)
         return
     again = [names[norm] for norm in norms if in_training.runs.get(norm, 0) > 1]
     added = [name for name, module in similar.items() if not any(part in trace.runs for part in module.modules())]

@@ -89,6 +89,14 @@ def test_of_every_setting_it_is_known_whether_it_changes_the_loss():
             assert sum(known) == 1 or key in engine.arm_keys, f"{name}: {key} is in {sum(known)} sets"
 
 
+@pytest.mark.parametrize(
+    "key", ["enable_hyper_connections", "enable_mhc_connections", "encoder_num_layers", "decoder_seq_length"]
+)
+def test_a_setting_of_megatron_that_changes_the_model_is_compared(key):
+    engine = ENGINES["megatron"]
+    assert engine.compared_keys.match(key) and not engine.ignored_keys.match(key)
+
+
 def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built):
     built.description |= {"sizes": {"b": built.description["sizes"]["b"]}, "more_seeds": {}}
     built.save()

@@ -122,15 +122,9 @@ def scheme_of(text: Any, exponent: Any = None) -> Scheme:
     :raises LNSConfigError: if the scheme or a value is unknown, if there are two different exponents, or if the scheme
         is Pre-LN.
     """
-    scheme = parse(str(text))
-    if scheme.is_pre_ln:
+    if parse(str(text)).is_pre_ln:
         raise LNSConfigError("scheme=preln is OLMo-core's own block. Remove _CLASS_ to get it.")
-    if exponent is None:
-        return scheme
-    # This also compares an exponent that equals the default, which the spelling of a scheme omits.
-    if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
-        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other. Set one of them.")
-    return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
+    return parse(str(text), exponent)
 
 
 def blocks_of(config: Any) -> list[dict[str, Any]]:

@@ -71,16 +71,7 @@ def marked_norm(
     environment.check()
     if not isinstance(keep_scaled_init, bool):
         raise LNSConfigError(f"{name}: keep_scaled_init is {keep_scaled_init!r}. Expected true or false.")
-    return MarkedNorm(norm=config, scheme=str(_scheme(scheme, exponent, name)), keep_scaled_init=keep_scaled_init)
-
-
-def _scheme(text: str, exponent: float | None, name: str) -> Scheme:
-    scheme = parse(str(text))
-    if exponent is None:
-        return scheme
-    if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
-        raise LNSConfigError(f"{name}: scheme {text} and exponent {exponent} contradict each other. Give one of them.")
-    return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
+    return MarkedNorm(norm=config, scheme=str(parse(str(scheme), exponent)), keep_scaled_init=keep_scaled_init)
 
 
 def request_of(norm: Any) -> Request | None:

@@ -22,6 +22,7 @@ from olmo_lns.arguments import Parser, as_path
 from olmo_lns.arms import SCALED_BASELINE, Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.cuda import cuda_environment
+from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.bundled_configs import find_config
 from olmo_lns.study.engines.base import Engine, Run
@@ -166,12 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)? {2}([a-z0-9_]+) \.{2,} (.*)$", re.M)
 #: The plugin's arguments with their defaults.
-DEFAULTS = {
-    "layernorm_scaling": False,
-    "layernorm_scaling_exponent": DEFAULT_EXPONENT,
-    "layernorm_scaling_keep_scaled_init": False,
-    "no_scaled_init": False,
-}
+DEFAULTS = vars(Selection())
 
 
 class MegatronEngine(Engine):
@@ -188,15 +184,17 @@ class MegatronEngine(Engine):
         r"|swiglu|squared|glu_|quick|openai|onnx|activation_func|add_(bias|qkv|pos)|untie|vocab|padded_vocab|make_vocab|tokenizer"
         r"|moe_|mtp_|multi_latent|mla_|[qkv]+_(lora|head|norm|l2|layernorm)|v_head|mamba_|is_hybrid|hybrid_|heterogeneous"
         r"|experimental_attention|linear_|window_|softmax_type|spec$|finetune|label_smoothing|cross_entropy_loss(?!_fusion)|perform_|sft|fim_|skip_train"
-        r"|first_last_layers|num_layers_at_|calculate_per_token|pretrained_checkpoint|qk_clip|mscale|head_lr|use_precision_aware"
+        r"|(decoder|encoder)_(num_layers|seq_length)|enable_(hyper|mhc)_|first_last_layers|num_layers_at_|calculate_per_token|pretrained_checkpoint|qk_clip|mscale|head_lr|use_precision_aware"
     )
     ignored_keys = re.compile(
         r"(save|load|tensorboard|wandb|log_|timing|rank|local_rank|world_size|master_|data_parallel_size|one_logger|"
-        r"micro_batch_size|tensor_model_parallel_size|(pipeline|virtual|context|decoder|encoder|transformer_pipeline)_|"
+        r"micro_batch_size|tensor_model_parallel_size|(pipeline|virtual|context|transformer_pipeline)_|"
         r"num_layers_per_virtual|sequence_parallel|use_distributed_optimizer|overlap_|recompute_|exit_|eval_|app_tag|"
         r"num_workers|non_persistent_|ckpt_|async_save|distributed_|lns_config|norm_backend|iteration|consumed_)"
         r"|.*_fusion$|attention_backend|use_flash_attn|transformer_impl|expert_(model|tensor)_|num_dataset_builder|profile|in(process|ference)_|straggler|manual_gc"
-        r"|tp_comm_|cp_comm|nccl|dist_ckpt_|ft_|fsdp_|ddp_|cuda_graph|enable_|check_|adlr_|no_(load|save)_|logging_level|.*memory"
+        r"|tp_comm_|cp_comm|nccl|dist_ckpt_|ft_|fsdp_|ddp_|cuda_graph|check_|adlr_|no_(load|save)_|logging_level|.*memory"
+        r"|(decoder|encoder)_((first|last)_)?(tensor|pipeline|context|expert)_|account_for_\w+_in_pipeline"
+        r"|enable_(one_logger|ft_package|gloo|msc|cuda_graph|full_sharding|autotune)"
         r"|use_(dist_ckpt|persistent|pytorch_prof|ring|sharp|tp_pp|megatron_fsdp|torch_fsdp2)|data_cache_path|create_attention"
     )
     base_arm = SCALED_BASELINE  # the stock files, without a flag that would have to be removed
