@@ -78,14 +78,24 @@ class Definition:
 _table: dict[str, Definition] = {}
 
 
+#: Ends of a value of OLMo's flag that name the norm under the scheme, as in ``lns_rms``.
+NORM_SUFFIXES = ("_rms", "_default", "_low_precision")
+
+
 def define_scheme(definition: Definition) -> Definition:
     """Add a row to the table of schemes.
 
     docs/own-scheme.md has an example.
 
     :returns: ``definition``.
-    :raises ValueError: if the name is taken, or has other characters than lower-case letters and underscores.
+    :raises ValueError: if the name is taken, has other characters than lower-case letters and underscores, or ends in
+        the name of a norm, as in ``mine_rms``.
     """
+    if definition.name.endswith(NORM_SUFFIXES):
+        raise ValueError(
+            f"A scheme cannot be named {definition.name!r}. OLMo's flag reads the end of this name as the type of the "
+            "norm. Choose a name that does not end in _rms, _default or _low_precision."
+        )
     if definition.name in _table or not definition.name.replace("_", "").isalpha() or not definition.name.islower():
         raise ValueError(
             f"A scheme cannot be named {definition.name!r}. The name must be new, and consist of lower-case letters "

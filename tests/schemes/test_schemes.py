@@ -83,6 +83,8 @@ def test_a_defined_scheme_is_spelled_and_its_name_is_taken_once(monkeypatch):
     assert str(parse("mixed:blocks=2")) == "mixed:blocks=2" and parse("mixed:blocks=2").plan(1, 4, "ff") == Plan()
     with pytest.raises(ValueError, match="A scheme cannot be named 'mixed'. The name must be new"):
         schemes.define_scheme(schemes.definition("mixed"))
+    with pytest.raises(ValueError, match="does not end in _rms"):
+        schemes.define_scheme(Definition("mixed_rms", "Mixed", "Mixed", lambda *_: Plan(), "", {}))
     order = [(number, sub_layer) for number, sub_layer, _ in parse("mixed").plans(2)]
     assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
 

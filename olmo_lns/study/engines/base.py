@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping, Protocol
+from typing import Any, Mapping
 
 from olmo_lns.arms import BASELINE, Arm
 from olmo_lns.errors import LNSConfigError
@@ -90,8 +91,8 @@ class Workload:
         )
 
 
-class Engine(Protocol):
-    """One training framework. Its class implements the methods that have no body here.
+class Engine(ABC):
+    """One training framework. Its class implements the abstract methods.
 
     :param name: value of ``framework:`` in a description.
     :param title: name in messages.
@@ -119,6 +120,7 @@ class Engine(Protocol):
     workload_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
 
+    @abstractmethod
     def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
         """Return the settings that make a run this arm, or None if the framework does not support the arm."""
 
@@ -126,6 +128,7 @@ class Engine(Protocol):
         """Return the settings of a run that define its arm. Missing keys have their defaults."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
+    @abstractmethod
     def name_and_seed_overrides(self, name: str, seed: int) -> dict[str, Any]:
         """Return the overrides for a run's name and seed."""
 
@@ -133,6 +136,7 @@ class Engine(Protocol):
         """Return the overrides for a peak learning rate. The lowest rate changes in proportion."""
         return {self.rate_keys[0]: rate}
 
+    @abstractmethod
     def load(self, path: Path, overrides: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Any:
         """Load a config file with overrides as the framework does. Its environment variables need not be set.
 
@@ -159,6 +163,7 @@ class Engine(Protocol):
         except (TypeError, ValueError) as error:
             raise LNSConfigError(f"A value in the config is not a number: {error}. Correct the value.") from error
 
+    @abstractmethod
     def derived_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of :class:`Workload` that are not the value of one setting."""
 
@@ -166,6 +171,7 @@ class Engine(Protocol):
         """Return the number of parameters, counted in the framework's model if it can be built."""
         return self.workload(self.flat_settings(loaded)).parameters
 
+    @abstractmethod
     def problems(self, settings: Mapping[str, Any], gpus: int) -> list[str]:
         """Return the contradictions between the settings of a run on this number of GPUs."""
 
@@ -177,6 +183,7 @@ class Engine(Protocol):
         """Name the check that this environment cannot run. Return ``""`` if all checks run."""
         return ""
 
+    @abstractmethod
     def arguments(self, run: Run, folder: Path) -> list[str]:
         """Return the training script's arguments that start or resume a run in ``folder``."""
 
@@ -188,6 +195,7 @@ class Engine(Protocol):
         """Return the factor that corrects a held-out loss averaged over positions with and without a label."""
         return 1.0
 
+    @abstractmethod
     def saved_settings(self, folder: Path) -> dict[str, Any]:
         """Return the flat settings that the run in a folder has saved. They are empty if it has saved none."""
 
