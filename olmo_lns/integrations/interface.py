@@ -67,10 +67,7 @@ class Integration:
         environment.check()
         any_model.require_unwrapped(model)
         depth = 8  # any depth would do; the model's is not known before its blocks are found
-        if scheme.is_pre_ln or not scheme.only_scales_norms(depth):
-            raise LNSConfigError(
-                f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
-            )
+        scheme.require_only_scales_norms(depth, framework="olmo_lns.apply")
 
     def apply(self, model: Any, scheme: Scheme, *, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
         """Apply a scheme to a built model. Every process of a launch must call this.

@@ -219,6 +219,20 @@ class Scheme:
     def only_scales_norms(self, n_layers: int) -> bool:
         return all(plan.only_scales_norms for _, _, plan in self.plans(n_layers))
 
+    def require_only_scales_norms(self, n_layers: int, *, framework: str) -> None:
+        """Check that the scheme multiplies norms, and does nothing else.
+
+        :param n_layers: number of blocks.
+        :param framework: what supports no other scheme, as in ``"torchtitan"``.
+        :raises LNSConfigError: if it does something else, or if it is Pre-LN.
+        """
+        if self.is_pre_ln or not self.only_scales_norms(n_layers):
+            raise LNSConfigError(
+                f"The scheme is {self}, which does not only multiply the norms before attention and feed-forward. "
+                f"{framework} supports lns with any exponent, such as lns:exponent=0.25, and schemes of your own that "
+                "only multiply norms."
+            )
+
     def folds_into_pre_ln(self, n_layers: int) -> bool:
         return all(plan.folds_into_pre_ln for _, _, plan in self.plans(n_layers))
 

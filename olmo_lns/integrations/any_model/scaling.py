@@ -39,10 +39,7 @@ def attach(
     """
     refuse_foreign_attributes(model, located)
     n_layers, current = len(located.norms), sites.read_back(model)
-    if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
-        raise LNSConfigError(
-            f"The scheme is {scheme}. Expected one that only multiplies norms, such as lns:exponent=0.25."
-        )
+    scheme.require_only_scales_norms(n_layers, framework="olmo_lns.apply")
     if not current.is_pre_ln and current != scheme:
         raise LNSConfigError(
             f"{type(model).__name__} has the scheme {current} already, not {scheme}. Build a new model."

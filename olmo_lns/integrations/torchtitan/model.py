@@ -64,11 +64,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
             "A scheme expects a decoder without them. Leave mtp_layers empty, or remove the override."
         )
     scheme = request.scheme
-    if scheme.is_pre_ln or not scheme.only_scales_norms(n_layers):
-        raise LNSConfigError(
-            f"scheme {scheme} does not only multiply the norms before attention and feed-forward. torchtitan supports "
-            "lns, with any exponent, and schemes of your own that only multiply norms."
-        )
+    scheme.require_only_scales_norms(n_layers, framework="torchtitan")
     measured: list[str] = []
     with sites.stock_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):

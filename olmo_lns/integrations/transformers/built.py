@@ -79,7 +79,7 @@ class Transformers(Integration):
     """Models of transformers."""
 
     def arithmetic_of(self, norm: nn.Module) -> NormArithmetic | None:
-        return arithmetic_of(norm) or super().arithmetic_of(norm)
+        return arithmetic_of(norm)
 
     def forward(self, model: nn.Module, example: Any) -> Callable[[], Any]:
         return any_model.forward(model, scaling.usual_example(model) if example is None else example)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from olmo_lns.norm import NormArithmetic
+from olmo_lns.norm import NormArithmetic, arithmetic_of_torch
 
 #: RMSNorm with a gain, as in Llama, Qwen and Mistral.
 _LLAMA = NormArithmetic(eps="variance_epsilon")
 _KNOWN = {
-    "torch.nn.modules.normalization.LayerNorm": NormArithmetic(subtracts_mean=True),
     "transformers.models.llama.modeling_llama.LlamaRMSNorm": _LLAMA,
     "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": _LLAMA,
     "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": _LLAMA,
@@ -21,6 +20,7 @@ _KNOWN = {
 
 
 def arithmetic_of(norm: Any) -> NormArithmetic | None:
-    """Return the arithmetic of a norm of known class, or None."""
+    """Return the arithmetic of a norm of known class, of transformers or of torch, or None."""
     norm_class = type(norm)
-    return _KNOWN.get(f"{norm_class.__module__}.{norm_class.__qualname__}")
+    known = _KNOWN.get(f"{norm_class.__module__}.{norm_class.__qualname__}")
+    return arithmetic_of_torch(norm) if known is None else known
