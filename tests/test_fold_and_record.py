@@ -149,7 +149,7 @@ def test_a_gain_that_an_unscaled_norm_has_as_well_is_not_folded():
 
 
 class Experts(nn.Module):
-    """A mixture of experts that skips those without tokens, behind a norm without a gain."""
+    """A mixture of experts that skips those without tokens, after a norm without a gain."""
 
     def __init__(self):
         super().__init__()

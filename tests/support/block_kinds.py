@@ -93,7 +93,7 @@ class Wrapped(nn.Module):
 
 
 class Scales(nn.Module):
-    """Both branches behind a factor for each channel, as timm's ``ParallelScalingBlock`` with LayerScale."""
+    """Both branches are multiplied by a factor for each channel, as timm's ``ParallelScalingBlock`` with LayerScale."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ class Adapter(nn.Module):
 
 
 class Squashed(Adapter):
-    """Adds a function that saturates to the stream in front of the blocks."""
+    """Adds a function that saturates to the stream before the blocks."""
 
     def forward(self, x):
         return x + torch.tanh(self.mix(x))
@@ -461,7 +461,7 @@ class Alternating(nn.Module):
 
 
 class Normed(Wrapped):
-    """A block in a wrapper that normalises the stream behind it."""
+    """A block in a wrapper that normalises the stream after it."""
 
     def __init__(self):
         super().__init__()
@@ -472,7 +472,7 @@ class Normed(Wrapped):
 
 
 class Gated(Block):
-    """A third branch behind a factor that is no parameter. :param gates: of attention and of the third branch."""
+    """A third branch times a factor that is no parameter. :param gates: of attention and of the third branch."""
 
     def __init__(self, *gates):
         super().__init__()
@@ -504,7 +504,7 @@ class TrainingBranch(Block):
 
 
 class TrainingBlocks(Mixed):
-    """Blocks behind the list that run in training mode only."""
+    """Blocks after the list that run in training mode only."""
 
     def forward(self, x):
         last, self.last = self.last, self.last if self.training else nn.Identity()
@@ -682,7 +682,7 @@ class Locked(Block):
 
 
 class Second(Block):
-    """Takes its stream behind another tensor of its shape."""
+    """Takes its stream after another tensor of its shape."""
 
     def forward(self, start, x):
         return super().forward(x) + self.o(start)
@@ -799,7 +799,7 @@ class Stateful(Stack):
 
 
 class Joined(Stack):
-    """A token joins the stream behind the second block, as in ConViT."""
+    """A token joins the stream after the second block, as in ConViT."""
 
     def __init__(self):
         super().__init__()
@@ -837,7 +837,7 @@ class SideBySide(Stack):
 
 
 class Branching(Stack):
-    """Two rows of blocks behind the first one."""
+    """Two rows of blocks after the first one."""
 
     def forward(self, x):
         first, second, third, fourth = self.layers

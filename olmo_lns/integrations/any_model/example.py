@@ -105,7 +105,7 @@ def _members(module: nn.Module) -> tuple[set[str], set[str]]:
 
 
 #: Attributes of a module that a forward does not use as state, or that are restored in another way. ``_old_forward`` is
-#: the forward behind accelerate's hooks.
+#: the forward that accelerate's hooks call.
 _KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_forward")
 
 

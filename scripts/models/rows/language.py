@@ -130,7 +130,7 @@ def _():
     f"repository:{NANO}",
     REFUSED,
     given=[("transformer.h.0.ln_1", "transformer.h.0.ln_2"), ("transformer.h.1.ln_1", "transformer.ln_f")],
-    why="ln_f is in front of the output and not in front of a branch of block 2, whose ln_2 would be left.",
+    why="ln_f is before the output and not before a branch of block 2, whose ln_2 would be left.",
     code=("model.py", "x = self.transformer.ln_f(x)"),
 )
 def _():
@@ -309,7 +309,7 @@ def _():
     "repository:facebookresearch/lingua",
     ACCEPTED,
     sites=sites(LLAMA, 4),
-    why="The trunk is lingua's Pre-LN stack; the heads behind it are linear.",
+    why="The trunk is lingua's Pre-LN stack; the heads after it are linear.",
     code=("lingua/transformer.py", "out = h + self.feed_forward(self.ffn_norm(h))"),
 )
 def _():
@@ -347,7 +347,7 @@ def _():
     "repository:mlfoundations/open_lm",
     ACCEPTED,
     sites=sites(LLAMA, 4),
-    why="The norms of queries and keys stand inside the branch, the embedding's in front of the blocks.",
+    why="The norms of queries and keys are inside the branch, the embedding's before the blocks.",
     code=("open_lm/model.py", "queries = self.q_norm(queries)"),
 )
 def _():
@@ -366,7 +366,7 @@ def _():
     "repository:google/gemma_pytorch",
     ACCEPTED,
     sites=sites("layers.{}.input_layernorm layers.{}.post_attention_layernorm", 4),
-    why="post_attention_layernorm, despite its name, is in front of the MLP; the gains are stored less one.",
+    why="post_attention_layernorm, despite its name, is before the MLP; the gains are stored less one.",
     code=("gemma/model.py", "hidden_states = self.post_attention_layernorm(hidden_states)"),
 )
 def _():

@@ -148,7 +148,7 @@ def _():
     "local-attention LocalTransformer with four residual streams",
     "package:local-attention",
     REFUSED,
-    why="Hyper-connections: four streams are mixed in front of each branch.",
+    why="Hyper-connections: four streams are mixed before each branch.",
     code=("local_attention/transformer.py", "num_residual_streams = 4"),
 )
 def _():
@@ -278,7 +278,7 @@ def _():
     "mambapy Mamba",
     "package:mambapy",
     REFUSED,
-    why="Mamba: a block has one sub-layer behind one norm, so its list would count sub-layers.",
+    why="Mamba: a block has one sub-layer after one norm, so its list would count sub-layers.",
     code=("mambapy/mamba.py", "output = self.mixer(self.norm(x)) + x"),
 )
 def _():
@@ -304,7 +304,7 @@ def _():
     "perceiver-pytorch",
     "package:perceiver-pytorch",
     REFUSED,
-    why="Latents attend to the input by cross-attention in front of each self-attention: a second stream.",
+    why="Latents attend to the input by cross-attention before each self-attention: a second stream.",
     code=(
         "perceiver_pytorch/perceiver_pytorch.py",
         "x = self.cross_attn(x, context = context, mask = mask, inverted_attention = inverted_attention) + x",

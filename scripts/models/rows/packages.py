@@ -88,7 +88,7 @@ def _():
 
 
 for name, why, line in (
-    ("OLMo-2-1124-7B", "Reordered norms: norm_1 and norm_2 are identities, and the norms stand behind the branches.", "nn.Identity() if not config.norm_1"),
+    ("OLMo-2-1124-7B", "Reordered norms: norm_1 and norm_2 are identities, and the norms come after the branches.", "nn.Identity() if not config.norm_1"),
     ("Gemma-2-2b", "Sandwich-LN: post_attention_norm and post_mlp_norm end the branches.", "attention_output = self.post_attention_norm(attention_output)"),
 ):  # fmt: skip
 
@@ -191,7 +191,7 @@ def _():
     "whisper",
     "package:openai-whisper",
     REFUSED,
-    why="The decoder's blocks have a third norm in front of cross-attention; scaling the encoder alone would be half of it.",
+    why="The decoder's blocks have a third norm before cross-attention; scaling the encoder alone would be half of it.",
     code=(WHISPER, "x = x + self.cross_attn(self.cross_attn_ln(x), xa, kv_cache=kv_cache)[0]"),
 )
 def _():
@@ -203,7 +203,7 @@ def _():
     "package:fair-esm",
     ACCEPTED,
     sites=sites("layers.{}.self_attn_layer_norm layers.{}.final_layer_norm", 4),
-    why="The attention reads self_attn_layer_norm of the stream; final_layer_norm, despite its name, is in front of the MLP.",
+    why="The attention reads self_attn_layer_norm of the stream; final_layer_norm, despite its name, is before the MLP.",
     code=("esm/modules.py", "x = self.final_layer_norm(x)"),
 )
 def _():
@@ -271,7 +271,7 @@ def _():
     "monai DecoderOnlyTransformer with cross-attention",
     "package:monai",
     REFUSED,
-    why="A third branch attends to the context behind norm_cross_attn, and the method defines no third norm.",
+    why="A third branch attends to the context after norm_cross_attn, and the method defines no third norm.",
     code=(MONAI, "x = x + self.cross_attn(self.norm_cross_attn(x), context=context)"),
 )
 def _():
@@ -310,7 +310,7 @@ def scaled_up(kind: str, **keywords):
     "package:torchscale",
     ACCEPTED,
     sites=sites("layers.{}.self_attn_layer_norm layers.{}.final_layer_norm", 4),
-    why="Pre-LN; the further norms of Magneto stand inside the branches, in front of their last projections.",
+    why="Pre-LN; the further norms of Magneto are inside the branches, before their last projections.",
     code=("torchscale/architecture/decoder.py", "x = self.final_layer_norm(x)"),
 )
 def _():

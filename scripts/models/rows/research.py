@@ -69,7 +69,7 @@ def _():
     f"repository:{DINO}",
     ACCEPTED,
     sites=[(f"blocks.{i // 2}.{i}.norm1", f"blocks.{i // 2}.{i}.norm2") for i in range(4)],
-    why="A list of lists; identities stand in the places of the earlier chunks' blocks.",
+    why="A list of lists; identities take the places of the earlier chunks' blocks.",
     code=CHUNKS,
 )
 def _():
@@ -93,7 +93,7 @@ def _():
     f"repository:{DINO}",
     REFUSED,
     blocks=["blocks.0.0", "blocks.0.1"],
-    why="Part of the depth: the blocks of the second chunk run behind the given ones.",
+    why="Part of the depth: the blocks of the second chunk run after the given ones.",
     code=CHUNKS,
 )
 def _():
@@ -169,7 +169,7 @@ def _():
     "Microsoft's Swin v2",
     "repository:microsoft/Swin-Transformer",
     REFUSED,
-    why="Res-post-norm: the norms stand behind the branches.",
+    why="Res-post-norm: the norms come after the branches.",
     code=("models/swin_transformer_v2.py", "x = x + self.drop_path(self.norm2(self.mlp(x)))"),
 )
 def _():
@@ -190,7 +190,7 @@ def swin(file: str, name: str) -> nn.Module:
     "repository:sail-sg/poolformer",
     ACCEPTED,
     sites=[(f"network.{s}.{b}.norm1", f"network.{s}.{b}.norm2") for s in (0, 2, 4, 6) for b in range(1)],
-    why="Pooling reads norm1 of the stream and the MLP reads norm2 of it; embeddings stand between the lists of blocks.",
+    why="Pooling reads norm1 of the stream and the MLP reads norm2 of it; embeddings are between the lists of blocks.",
     code=("models/poolformer.py", "* self.token_mixer(self.norm1(x)))"),
 )
 def _():
@@ -288,7 +288,7 @@ def _():
     "AudioCraft StreamingTransformer with cross-attention",
     f"repository:{AUDIO}",
     REFUSED,
-    why="A third branch attends to the conditioning behind norm_cross, and the method defines no third norm.",
+    why="A third branch attends to the conditioning after norm_cross, and the method defines no third norm.",
     code=("audiocraft/modules/transformer.py", "self.norm_cross(x), cross_attention_src))"),
 )
 def _():

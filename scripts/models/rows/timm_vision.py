@@ -53,7 +53,7 @@ model(
 )  # fmt: skip
 model(
     "vit_base_patch16_clip_224", SMALL, ACCEPTED, "vision_transformer.py", PLAIN,
-    "A Pre-LN stack behind a norm of the embedding.", sites=BLOCKS,
+    "A Pre-LN stack after a norm of the embedding.", sites=BLOCKS,
 )  # fmt: skip
 model(
     "vit_small_patch14_reg4_dinov2", SMALL | {"init_values": 0.5}, ACCEPTED, "vision_transformer.py", PLAIN,
@@ -83,7 +83,7 @@ def _():
     "timm ResPostBlock",
     "package:timm",
     REFUSED,
-    why="Res-post-norm: the norms stand behind the branches.",
+    why="Res-post-norm: the norms come after the branches.",
     code=(VIT, "x = x + self.drop_path1(self.norm1(self.attn("),
 )
 def _():
@@ -110,7 +110,7 @@ def _():
     "timm ParallelThingsBlock",
     "package:timm",
     REFUSED,
-    why="A block has four norms, one in front of each of two attentions and two MLPs.",
+    why="A block has four norms, one before each of two attentions and two MLPs.",
     code=(VIT, "x = x + torch.stack([attn(x) for attn in self.attns]).sum(dim=0)"),
 )
 def _():
@@ -132,7 +132,7 @@ for name, settings, file, line, why in (
 
 model(
     "vit_relpos_base_patch32_plus_rpn_256", SMALL, REFUSED, "vision_transformer_relpos.py",
-    "x = x + self.drop_path1(self.norm1(self.attn(x", "Res-post-norm: the norms stand behind the branches.",
+    "x = x + self.drop_path1(self.norm1(self.attn(x", "Res-post-norm: the norms come after the branches.",
 )  # fmt: skip
 model(
     "resmlp_12_224", MIXER | {"mlp_ratio": 4, "block_layer": "ResBlock", "norm_layer": "Affine"}, REFUSED,
@@ -162,7 +162,7 @@ model(
 )  # fmt: skip
 model(
     "swinv2_tiny_window8_256", SWIN | {"depths": (2, 2), "num_heads": (2, 2)}, REFUSED, "swin_transformer_v2.py",
-    "x = x + self.drop_path1(self.norm1(self._attn(x)))", "Res-post-norm: the norms stand behind the branches.",
+    "x = x + self.drop_path1(self.norm1(self._attn(x)))", "Res-post-norm: the norms come after the branches.",
     title="timm Swin v2",
 )  # fmt: skip
 META = {
@@ -223,7 +223,7 @@ model(
 model(
     "focalnet_huge_fl3", {"class": "FocalNet", "drop_path_rate": 0.0, "use_post_norm": True, "num_classes": 8, "depths": (2, 2), "embed_dim": 16, "focal_levels": (2, 2), "focal_windows": (3, 3)},
     REFUSED, "focalnet.py", "x = x + self.drop_path2(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))",
-    "Res-post-norm: norm1_post and norm2_post stand behind the branches, and norm1 and norm2 are identities.", size=64,
+    "Res-post-norm: norm1_post and norm2_post come after the branches, and norm1 and norm2 are identities.", size=64,
 )  # fmt: skip
 model(
     "tnt_s_patch16_224", {"img_size": IMAGE, "num_classes": 8, "depth": 4, "embed_dim": 32, "inner_dim": 8, "num_heads_inner": 2, "num_heads_outer": 4},
@@ -254,11 +254,11 @@ model(
 )  # fmt: skip
 model(
     "convnext_atto", {"class": "ConvNeXt", "num_classes": 8, "depths": (1, 1, 2, 1), "dims": (8, 16, 16, 32)}, REFUSED, "convnext.py", "x = self.conv_dw(x)",
-    "A block has one norm, and a depthwise convolution reads the stream in front of it.", size=64,
+    "A block has one norm, and a depthwise convolution reads the stream before it.", size=64,
 )  # fmt: skip
 model(
     "mambaout_femto", {"class": "MambaOut", "num_classes": 8, "depths": (2, 2), "dims": (16, 32)}, REFUSED, "mambaout.py", "x = self.norm(x)",
-    "A block is one gated branch behind one norm: numbering its blocks 1 … L would count sub-layers.", size=64,
+    "A block is one gated branch after one norm: numbering its blocks 1 … L would count sub-layers.", size=64,
 )  # fmt: skip
 model(
     "resnet18", {"num_classes": 8}, REFUSED, "resnet.py", "x = self.bn2(x)", "A convolutional network with batch norms inside the branches.", size=64,

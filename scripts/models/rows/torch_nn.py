@@ -96,7 +96,7 @@ def _():
     "nn.TransformerDecoder norm_first",
     "package:torch",
     REFUSED,
-    why="A third branch attends to the memory behind norm2, and the method defines no third norm.",
+    why="A third branch attends to the memory after norm2, and the method defines no third norm.",
     code=(CODE, "x = x + self._mha_block("),
 )
 def _():
@@ -121,7 +121,7 @@ def _():
     "nn.Transformer norm_first",
     "package:torch",
     REFUSED,
-    why="Encoder and decoder are two stacks, and the decoder's blocks have a third norm in front of cross-attention.",
+    why="Encoder and decoder are two stacks, and the decoder's blocks have a third norm before cross-attention.",
     code=(CODE, "x = x + self._mha_block("),
 )
 def _():
@@ -188,7 +188,7 @@ def _():
     "torchvision Swin v2",
     "package:torchvision",
     REFUSED,
-    why="Res-post-norm: norm1 and norm2 stand behind the branches.",
+    why="Res-post-norm: norm1 and norm2 come after the branches.",
     code=("torchvision/models/swin_transformer.py", "x = x + self.stochastic_depth(self.norm1(self.attn(x)))"),
 )
 def _():
@@ -201,7 +201,7 @@ def _():
     "torchvision ConvNeXt",
     "package:torchvision",
     REFUSED,
-    why="A block has one norm, and a depthwise convolution reads the stream in front of it.",
+    why="A block has one norm, and a depthwise convolution reads the stream before it.",
     code=("torchvision/models/convnext.py", "result = self.layer_scale * self.block(input)"),
 )
 def _():
@@ -230,7 +230,7 @@ def _():
     "torchvision RegNet",
     "package:torchvision",
     REFUSED,
-    why="A convolutional network: batch norms inside the branches, and no norm in front of them.",
+    why="A convolutional network: batch norms inside the branches, and no norm before them.",
     code=("torchvision/models/regnet.py", "x = x + self.f(x)"),
 )
 def _():
