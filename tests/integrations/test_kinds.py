@@ -265,8 +265,8 @@ REFUSED = {
         "similar blocks outside",
     ),
     "one stage": (lambda: kinds.stages((32, 2), (48, 3)), {"blocks": lambda m: m[1].blocks}, "similar blocks outside"),
-    "a block of another class before the list": (lambda: kinds.Mixed(kinds.Other), {}, "similar blocks outside of it: first"),
-    "a block of another class after the list": (lambda: kinds.Mixed(after=kinds.Other), {}, "similar blocks outside"),
+    "another block before the list": (lambda: kinds.Mixed(kinds.Other), {}, "similar blocks outside of it: first"),
+    "another block after the list": (lambda: kinds.Mixed(after=kinds.Other), {}, "similar blocks outside"),
     "a second list that is another's": (
         lambda: kinds.Mixed(after=kinds.Listed),
         {"blocks": lambda m: m.layers},
