@@ -41,11 +41,11 @@ DIAGNOSTICS = {
         "increase", "loss increase without the block, nats/token",
     ),
     "jacobian": Diagnostic(
-        "Token-averaged Jacobian of every block", "gradients:block_jacobians",
+        "Token-averaged Jacobian of every block", "jacobian:block_jacobians",
         "identity_distance", "distance of the Jacobian to the identity", max_sequence_length=64,
     ),
     "gradnorm": Diagnostic(
-        "Gradient norm per layer and part", "gradients:gradient_norms",
+        "Gradient norm per layer and part", "gradient_norm:gradient_norms",
         "total", "gradient norm",
     ),
 }  # fmt: skip

@@ -11,7 +11,8 @@ import pandas as pd
 from olmo_lns.arms import ARMS, BASELINE, METHOD
 from olmo_lns.study.collect import COMPLETE
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
-from olmo_lns.study.describe import Study, published
+from olmo_lns.study.describe import Study
+from olmo_lns.study.schema import published
 
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:

@@ -7,7 +7,8 @@ from support.diagnostic_models import ARCHITECTURES, LAYERS, huggingface, ids
 
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.capture import find_blocks
-from olmo_lns.diagnostics.gradients import block_jacobians, block_part, gradient_norms
+from olmo_lns.diagnostics.gradient_norm import block_part, gradient_norms
+from olmo_lns.diagnostics.jacobian import block_jacobians
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.diagnostics.variance import block_output_variance
 from olmo_lns.errors import LNSError

@@ -7,7 +7,8 @@ from support import olmo_models
 from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Mixer, Toy, huggingface, ids, matrices
 
-from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms
+from olmo_lns.diagnostics.gradient_norm import gradient_norms
+from olmo_lns.diagnostics.jacobian import block_jacobians
 from olmo_lns.errors import LNSError
 
 

@@ -10,8 +10,9 @@ from support.studies import REPOSITORY
 from olmo_lns.arms import ARMS
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import bundled_configs, cli
-from olmo_lns.study.describe import Description, Launch, Study, published
+from olmo_lns.study.describe import Study
 from olmo_lns.study.planning import compare_arms
+from olmo_lns.study.schema import Description, Launch, published
 
 CONFIGS = REPOSITORY / "configs"
 SHIPPED = sorted(path for path in (CONFIGS / "study").glob("*.yaml") if "\narms:" in path.read_text(encoding="utf-8"))
