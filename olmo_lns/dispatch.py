@@ -66,8 +66,8 @@ def apply(
         every norm that gets a factor has equal gains and biases, the same in all blocks, and the matrices of the
         blocks hold independent random numbers.
     :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
-    :raises LNSConfigError: if the model is not Pre-LN, has another scheme, is wrapped already, or does not accept the
-        example. Or if it is a model of OLMo-core, whose config has to name the scheme before the model is built.
+    :raises LNSConfigError: if the model is not Pre-LN, has another scheme, is wrapped already, does not accept the
+        example, or is a model of OLMo-core, whose config has to name the scheme before the model is built.
     :raises MeasurementError: if a block cannot be run again, or does not compute the scheme. In every case the model
         is left unchanged, in all processes.
 
@@ -115,9 +115,9 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
     """Initialize the residual output projections like every other matrix, without a depth factor.
 
     Scaled initialization draws these weights times 1/sqrt(2L) (Megatron, GPT-2, nanoGPT, OLMo's ``full_megatron``), or
-    times 1/sqrt(2l) in block l (torchtitan, open_lm, OLMo's ``mitchell``). In OLMo and Megatron a scheme removes the
-    factor by itself, and so it does in a fresh model of transformers whose family has it. There this function is for
-    the Pre-LN baseline.
+    times 1/sqrt(2l) in block l (torchtitan, open_lm, OLMo's ``mitchell``). In OLMo and Megatron, and in a fresh
+    model of transformers whose family draws it, a scheme removes this depth factor without this function. There the
+    function is for the Pre-LN baseline.
 
     :param target: the config of OLMo or Megatron before the model is built, or a built model of any kind.
 

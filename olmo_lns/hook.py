@@ -6,10 +6,10 @@ finder imports this module and calls the integration's ``register()``. ``registe
 framework module whose functions it wraps. The wrapping happens when that module has been executed. If a function is
 missing, an error is raised only when a scheme is selected (:func:`require_wrapped`).
 
-Other packages, such as typeguard, jaxtyping and pytest, may later insert a finder before this one. Theirs then finds
-the framework, and this package's finder is not called. But Python also calls the functions on ``sys.path_hooks`` with
-the framework's folder. The function of this package then moves the finder back to the first place, so that it is called
-for the submodules of the framework.
+Other packages, such as typeguard, jaxtyping and pytest, may later insert a finder before this one. If that finder finds
+the framework, Python does not call this package's finder. But Python also calls the functions on ``sys.path_hooks``
+with the framework's folder. The function of this package then moves the finder back to the first place, so that Python
+calls it for the submodules of the framework.
 """
 
 from __future__ import annotations

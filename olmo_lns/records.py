@@ -132,7 +132,9 @@ def require_same(
     if environment.is_set(environment.ALLOW_MISMATCH):
         log.warning("%s Loading it anyway because of %s=1.", message, environment.ALLOW_MISMATCH)
         return
-    raise CheckpointMismatchError(f"{message} {remedy}, or set {environment.ALLOW_MISMATCH}=1 to load it anyway.")
+    raise CheckpointMismatchError(
+        f"{message} {remedy}. To load the checkpoint under {running} nevertheless, set {environment.ALLOW_MISMATCH}=1."
+    )
 
 
 def require_fresh(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:

@@ -47,8 +47,8 @@ class PicklableSubclass:
 class Scaled(PicklableSubclass):
     """Mixin that adds a factor to a module class of a framework."""
 
-    # The factor is a plain float. A buffer would lose its value on the meta device. None for "no factor" would need a
-    # branch in ``forward``, and torch.compile would compile one graph for each layer.
+    # The factor is always a plain float. A buffer would lose its value on the meta device. If the attribute could be
+    # None, ``forward`` would need a branch, and torch.compile would compile one graph for each layer.
     lns_scale: float
     lns_scale_tensor: torch.Tensor
     lns_backend: Any

@@ -17,7 +17,7 @@ from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 
 log = logging.getLogger("olmo_lns")
 
-#: Handlers that show a record to nobody, or may do so without an error.
+#: Handlers that show a record to nobody, or that may lose it without an error.
 _UNSEEN = (logging.NullHandler, QueueHandler, SocketHandler, HTTPHandler, SMTPHandler)
 
 

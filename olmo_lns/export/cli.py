@@ -26,10 +26,10 @@ Compare an export with what the exporter wrote into export_receipt.json, and wit
 The receipt has logits for fixed tokens from before the fold, the rotary frequencies, the dtypes, and whether the head
 is tied. The logits are those of the checkpoint under its scheme. A Megatron checkpoint is read as a Llama for this,
 because Megatron itself cannot run here. `olmo-lns verify EXPORT` compares the export with its receipt alone, in any
-version of transformers. With the checkpoint, both run on the same random tokens as
-well. The export passes if its config agrees in every setting that changes the model's function, if every weight equals
-the folded weight of the checkpoint, and if the logits agree: in fp32 to 1e-5 of the largest logit; in bf16 or fp16 to
-twice the error of the checkpoint itself in that dtype.
+version of transformers. If the checkpoint is given too, checkpoint and export also run on the same random tokens. The
+export passes if its config agrees in every setting that changes the model's function, if every weight equals the folded
+weight of the checkpoint, and if the logits agree. They agree in fp32 if they differ by at most 1e-5 of the largest
+logit, and in bf16 or fp16 if they differ by at most twice the error of the checkpoint itself in that dtype.
 """
 _SCHEME = "scheme of a checkpoint whose config names none, such as lns or lns:exponent=0.25"
 

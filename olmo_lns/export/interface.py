@@ -76,6 +76,6 @@ class Format(ABC):
     def save(self, stock: Opened, out: Path) -> None:
         """Write a folded model as its framework does.
 
-        Only a format with :meth:`fold_tensors` has no such method.
+        A format that has :meth:`fold_tensors` instead does not override this method.
         """
         raise NotImplementedError(f"The format {self.name} has no model to save. fold_tensors() writes it.")

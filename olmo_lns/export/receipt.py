@@ -193,7 +193,7 @@ def _rotary(model: nn.Module) -> list[list[float]]:
 
 
 def _same_rotary(found: Any, expected: Any) -> bool:
-    """Return true if two results of :func:`_rotary` are equal. Two empty ones are, but not an empty one and another."""
+    """Return true if two results of :func:`_rotary` are equal. An empty result equals only another empty one."""
     if found is None or expected is None:  # not an export of transformers
         return True
     if list(map(len, found)) != list(map(len, expected)):

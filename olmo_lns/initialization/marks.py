@@ -17,8 +17,8 @@ from torch import nn
 
 #: The attributes in which :func:`mark` records its findings on modules.
 _MARKS = ("lns_matrices", "lns_norm")
-#: The rules of initialization that this module recognizes. Each function takes the number of a block and the number of
-#: blocks. The rule divides the standard deviation of a projection by the result.
+#: The rules of initialization that this module recognizes. A rule divides the standard deviation of the output
+#: projections of a block by a number. Its function returns this number, for the number of the block and of all blocks.
 RULES: dict[str, Callable[[int, int], float]] = {
     "plain": lambda number, n_layers: 1.0,
     "sqrt(2L)": lambda number, n_layers: math.sqrt(2.0 * n_layers),

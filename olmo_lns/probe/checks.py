@@ -25,8 +25,8 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     """Run all checks on a block.
 
     :param named_by_user: true if the user named the sites with ``norms=``.
-    :returns: the result of :func:`shares_of_factors`. Where the block computes something different in training mode,
-        it is the smaller one of both modes, since a BatchNorm cancels a factor in training mode only.
+    :returns: the result of :func:`shares_of_factors`. If the block computes something else in training mode,
+        the smaller result of the two modes, because a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
     sites_text = replay.sites_text + (", given by norms=" if named_by_user else "")
@@ -115,7 +115,7 @@ def check_one_stream(replay: Replay, sites_text: str) -> None:
             suspects |= {name} if replay.is_equal(*rests) else set()
             if not _returns_another(replay, tensor):
                 unchanged.add(name)
-    # A norm that is not in ``varied`` may read a learned parameter, which is no stream.
+    # A norm whose input never varied may read a learned parameter instead of a stream.
     suspects = (suspects - unchanged) & varied
     if suspects:
         names_found = ", ".join(name for name in outside if name in suspects)
@@ -183,7 +183,7 @@ def check_shared_norm(replay: Replay) -> None:
 
 
 def check_with_gradients(replay: Replay) -> None:
-    """Check that the branches also read the stream through the sites only when gradients are computed."""
+    """Check that, also while gradients are computed, the branches read the stream through the sites alone."""
     with torch.enable_grad():
         if not replay.is_independent_of_stream(replay.site_names):
             raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.sites_text}")

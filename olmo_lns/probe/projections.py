@@ -1,8 +1,8 @@
 """Find the residual output projections of a block, and notice whether one of them may be missed.
 
-A projection that belongs to another module, or that the model passes as an argument, is no parameter of the block. The
-module sets all projections that were found to zero. If the output of a site still has an effect on the stream, the
-branch ends in another matrix.
+A projection that belongs to another module, or that the model passes as an argument, is not a parameter of the block
+and cannot be found in it. To notice such a projection, all projections that were found are set to zero. If the output
+of a site still has an effect on the stream, its branch ends in another matrix.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Curve:
         return statistics.fmean(regular), len(regular)
 
     def add_step(self, step: int, total: str) -> None:
-        """Add a logged step. After a restart, a repeated step removes itself and all later steps."""
+        """Add a logged step. If a restart repeats a step, its old loss and those of all later steps are removed."""
         if total.isdecimal():
             if self.total_steps not in (None, int(total)):
                 raise LNSConfigError(

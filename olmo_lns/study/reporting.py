@@ -145,7 +145,7 @@ def published_table(study: Study, runs: pd.DataFrame) -> str:
 def figure(study: Study, runs: pd.DataFrame, path: Path) -> None:
     """Draw loss by number of parameters.
 
-    The paper's points are hollow and named. A study of bytes omits them, because its losses are not comparable.
+    The paper's points are hollow and named. They are omitted for a study of bytes, whose losses are not comparable.
     """
     from matplotlib.figure import Figure
 

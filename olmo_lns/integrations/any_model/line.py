@@ -35,7 +35,10 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
     for name, module in model.named_modules():
         is_inner = name and "transformers.modeling_utils" in [base.__module__ for base in type(module).__mro__]
         if is_inner and all(norm.startswith(f"{name}.") for names in located.norms for norm in names):
-            line += f"; the config of {name} does not record it: apply to {name} itself if it is saved by itself"
+            line += (
+                f"; the config of {name} does not name the scheme: if you save {name} without the whole model, apply "
+                f"to {name} instead"
+            )
             break
     if located.left:
         line += f"; left as it is, since the example does not run it: {', '.join(located.left)}"

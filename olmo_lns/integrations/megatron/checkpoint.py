@@ -52,8 +52,8 @@ def wrap_load_base(original: Function) -> Function:
     This happens also with ``--finetune``, under which Megatron itself does not compare arguments. For a sharded
     checkpoint Megatron calls the function twice. The first call, with ``rank0``, reads the arguments, and the second
     one fills the weights of the model. For other formats it returns the weights with the arguments, and Megatron loads
-    them into the model afterwards. Some versions return no arguments from the first call for their FSDP format, whose
-    weights are filled when the schemes are compared.
+    them into the model afterwards. For their FSDP format some versions return no arguments from the first call. The
+    schemes are then compared after the second call, when the weights are in the model already.
     """
     signature = inspect.signature(original)
 

@@ -47,7 +47,9 @@ def check_config(config: Any) -> None:
         refused["transformer_impl"] = BYPASSED
     for name, reason in refused.items():
         setting = f"{name}={getattr(config, name)!r}"
-        raise LNSConfigError(f"LayerNorm Scaling does not support {setting}: {reason}. Switch one of them off.")
+        raise LNSConfigError(
+            f"LayerNorm Scaling does not support {setting}: {reason}. Switch this setting or LayerNorm Scaling off."
+        )
 
 
 def mark_config(target: Any, selection: Selection) -> None:

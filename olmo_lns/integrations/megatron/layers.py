@@ -268,9 +268,9 @@ def describe_initialization(model: Any, config: Any) -> str:
     try:
         measured = [check_drawn({name: weight}, std, where=name) for name, weight in weights] if std and others else []
     except MeasurementError:
-        return "weights as they were"
+        return "initialization not changed"
     if not any(measured):
-        return "weights as they were"
+        return "initialization not changed"
     if math.isclose(std, others, rel_tol=0.1):
         return "scaled initialization off"
     return (

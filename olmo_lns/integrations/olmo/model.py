@@ -146,8 +146,8 @@ def _finish_draw(model: Any) -> bool:
     """Change freshly drawn weights to the requested initialization, and measure them.
 
     OLMo's depth factor of the residual projections is replaced by the requested factor. A multiplication of the stock
-    draw keeps the random stream. The result is exact for OLMo's normals, which are truncated at a multiple of their
-    standard deviation, also for meta tensors and for FSDP shards.
+    draw keeps the random stream. OLMo truncates its normal distributions at a multiple of their standard
+    deviation, so the result has exactly the requested distribution. This also works for FSDP shards.
 
     :returns: true if a weight was measured.
     """

@@ -2,8 +2,8 @@
 
 ``LayerNormType`` is an enum inside a closed OmegaConf schema, so the type's name is the only
 place of a config that can carry a scheme: ``<scheme>_<base norm>[:key=value,…]``, such as
-``lns_rms`` or ``lns_default:exponent=0.25``. A bare ``lns`` keeps the base norm that the config
-names; a config in which it is the only type means RMSNorm.
+``lns_rms`` or ``lns_default:exponent=0.25``. A bare ``lns`` on the command line
+keeps the base norm that the config file names. A bare ``lns`` in a config file means RMSNorm.
 """
 
 from __future__ import annotations

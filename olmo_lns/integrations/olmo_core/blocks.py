@@ -116,7 +116,7 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
             sites.mark(norm, site)
     block.lns_measured = measured
     block.lns_initialization = config.initialization
-    block.lns_not_run = f"{config.name} is not run"
+    block.lns_not_run = f"a block of the type {config.name} cannot be run alone"
     if layout == LAYOUTS["default"]:
         block.lns_not_run = _probe(config, min(d_model, 8 * block.attention.n_heads), block_idx, n_layers)
 

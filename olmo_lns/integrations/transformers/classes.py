@@ -2,8 +2,8 @@
 
 A scheme class is made on first use, by the prefix of its model type, for any family of transformers. Only the
 construction of a model differs from the stock class: the norms get their factors. Forward, state dict, saving, loading
-and generation are transformers' own. ``config.json`` names the model type, the scheme (``lns``) and the found norms
-(``lns_norms``), from which a model on the meta device is built.
+and generation are transformers' own. ``config.json`` has the model type, the scheme (``lns``) and the names of the
+norms (``lns_norms``). A model on the meta device, which cannot be measured, gets its factors by these names.
 
 In memory a model class has the name of its stock class, because other programs look that name up in their tables: the
 Trainer shifts the labels of label smoothing only for the causal language models that it knows. On disk the name is

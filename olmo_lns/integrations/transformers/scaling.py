@@ -211,8 +211,8 @@ def judge_initialization(
 ) -> tuple[drawing.Initialization | None, bool]:
     """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
-    It is removed if the family draws it. Weights that the family's own initialization does not scale are left as they
-    are.
+    The factor is removed if the family's own initialization draws it. Any other factor was put there by somebody else,
+    and is kept.
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
     :returns: the measured initialization, or None for trained weights; and true if the factor is to be removed.
