@@ -8,12 +8,14 @@ from typing import Any
 import pandas as pd
 
 from olmo_lns.atomic import write_atomically
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.logs import Curve, read_curve
 from olmo_lns.study.planning import arm_problems, compare_arms
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
+#: Columns of the results with numbers.
+_NUMBERS = ["seed", "parameters", "step", "steps", "tokens", "loss", "points"]
 
 
 def difference_from_saved(run: Run, folder: Path, saved: dict[str, Any] | None = None) -> str | None:
@@ -40,14 +42,27 @@ def difference_from_saved(run: Run, folder: Path, saved: dict[str, Any] | None =
 def read_results(path: Path) -> pd.DataFrame:
     """Read ``results.csv``.
 
-    :raises LNSConfigError: if ``study collect`` has not written the file.
+    :raises LNSConfigError: if ``study collect`` has not written the file, or the file is damaged.
     """
     if not path.is_file():
         raise LNSConfigError(
             f"{path} was not found. The report reads the results that `olmo-lns study collect` writes. Run that "
             "command first."
         )
-    return pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
+    content = path.read_bytes()
+    try:
+        if not content.endswith(b"\n") or b"\0" in content:
+            raise ValueError("its last row was cut, or it has NUL bytes")
+        table = pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
+        table[_NUMBERS] = table[_NUMBERS].apply(pd.to_numeric)  # a second header has words there
+        if table["run"].isna().any() or table["run"].duplicated().any():
+            raise ValueError("a run is named twice or not at all")
+    except (ValueError, KeyError) as error:  # of pandas: an empty, cut or mixed file
+        raise LNSConfigError(
+            f"{path} cannot be read: {one_line(error)}. Expected the table that `olmo-lns study collect` wrote. Run "
+            "that command again."
+        ) from None
+    return table
 
 
 def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataFrame:

@@ -149,3 +149,26 @@ def test_runs_of_megatron_are_collected_and_compared(tmp_path):
         megatron_run(out, second, **changed)
         with pytest.raises(LNSConfigError, match=message):
             collect(study, out)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda text: "", "cut"),
+        (lambda text: text[: len(text) // 2].rpartition(",")[0], "cut"),
+        (lambda text: text + text, "Unable to parse string"),
+        (lambda text: text + text.splitlines(keepends=True)[1], "named twice"),
+        (lambda text: text.replace("run,", "name,", 1), "run"),
+        (lambda text: text.replace("3.0", "3.\0", 1), "NUL bytes"),
+    ],
+    ids=["empty", "cut in a row", "two headers", "a run twice", "another column", "NUL bytes"],
+)
+def test_damaged_results_are_refused_and_named(tmp_path, damage, found):
+    head = "run,size,arm,seed,parameters,status,has_settings,step,steps,tokens,loss,points,heldout"
+    rows = [f"a-{arm}-s1,a,{arm},1,100,complete,True,10,10,100,3.0,1," for arm in ("preln", "lns")]
+    whole = "\n".join([head, *rows, ""])
+    (path := tmp_path / "results.csv").write_text(whole.replace("\n", "\r\n"))
+    assert list(read_results(path)["loss"]) == [3.0, 3.0]  # Windows' line ends are no damage
+    path.write_text(damage(whole))
+    with pytest.raises(LNSConfigError, match=f"results.csv cannot be read: .*({found})"):
+        read_results(path)
