@@ -188,6 +188,7 @@ class _Reader:
             self._check_rank(label, message.rank, message.step)
             if gap := [step for step in self._without_loss if self.curve.last < step < message.step]:
                 raise _damaged(f"The metrics of step {gap[0]} have no loss.")
+            self._without_loss = [step for step in self._without_loss if step > message.step]
             self.curve.add_step(message.step, message.total)
             self.curve.add_loss(message.step, _parse_loss(value, message.step, PRINTED))
         elif name in HELDOUT:

@@ -257,6 +257,18 @@ def test_the_final_loss_of_a_long_run_takes_linear_time():
     assert time.perf_counter() - begun < 2
 
 
+def test_a_log_with_other_messages_between_the_steps_is_read_in_linear_time(tmp_path):
+    """A message with other metrics comes before the loss of each step. A restart may repeat such a step."""
+    steps = {step: 3.0 for step in range(10, 60_001, 10)}
+    text = re.sub(r"(.*\[step=.*\n)", r"\1    System/Peak GPU Memory (MB)=1,234\n\1", olmo_log(steps, total=60_000))
+    begun = time.process_time()
+    assert read(tmp_path, text).losses == steps
+    assert time.process_time() - begun < 2
+    first = text[: text.index("[step=60/")].rpartition("\n")[0] + "\n"
+    again = olmo_log({step: 2.9 for step in (20, 40)}, total=60_000)
+    assert read(tmp_path, first + "starts again\n" + again).losses == {10: 3.0, 20: 2.9, 40: 2.9}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
