@@ -190,6 +190,7 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
     ran: set[nn.Module] = set()
+    others: list[tuple[Any, Any]] = []  # a norm, and a module without one matrix as its weight that reads it
 
     def wrote(norm: Any, args: Any, output: Any) -> None:
         y = first_output(output)
@@ -199,14 +200,12 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
         ran.add(module)
         x = args[0] if args and torch.is_tensor(args[0]) else None
         norm, output = (None, None) if x is None else outputs.get(x.data_ptr(), (None, None))
-        if (
-            x is not None
-            and output is not None
-            and has_weight(module)
-            and output.numel() == x.numel()
-            and module not in readers[norm]
-        ):
+        if x is None or output is None or output.numel() != x.numel() or module in readers[norm]:
+            return
+        if has_weight(module):
             readers[norm].append(module)
+        else:
+            others.append((norm, module))
 
     def has_weight(module: Any) -> bool:
         return getattr(getattr(module, "weight", None), "ndim", 0) >= 2
@@ -228,10 +227,14 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     finite = [(a, b) for a, b in pairs if b.numel() and b.isfinite().all()]  # others are masks
     same = all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in finite)
     if not all(readers.values()) or not same:
+        names = {module: name for name, module in model.named_modules()}
+        unread = [(norm, None) for norm, each in readers.items() if not each]
+        norm, other = next(iter(others + unread), (norms[0], None))
+        reader = "something else than linear layers" if other is None else f"{names[other]} ({type(other).__name__})"
         raise LNSConfigError(
-            f"{type(model).__name__}: a norm without weights is read by something else than linear layers. Expected "
-            "linear layers only, because the factor has to be multiplied into their weights. Give the norms of this "
-            "model weights, or run it with olmo-lns."
+            f"{type(model).__name__}: {names[norm]} has no weights and is read by {reader}. Expected linear layers "
+            "only, because the factor has to be multiplied into their weights. Give the norms of this model weights, "
+            "or run it with olmo-lns."
         )
     _require_all_ran(model, readers, set(matrices) - ran)
     return readers

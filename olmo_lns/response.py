@@ -132,13 +132,10 @@ def _output_dtypes(module: nn.Module, values: Mapping[str, torch.Tensor], x: tor
     """
     dtypes = {}
     refused = (RuntimeError, TypeError, ValueError, NotImplementedError)
-    for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # torch warns of its slower path
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.autocast(x.device.type, torch.bfloat16, enabled=autocast))
-            stack.enter_context(contextlib.suppress(*refused))
-            y = first_output(torch.func.functional_call(module, dict(values), (x.to(dtype),)))
-            dtypes[f"an input of {dtype}{' under autocast' * autocast}"] = y.dtype
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch warns of its slower path
+        for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast), contextlib.suppress(*refused):
+                y = first_output(torch.func.functional_call(module, dict(values), (x.to(dtype),)))
+                dtypes[f"an input of {dtype}{' under autocast' * autocast}"] = y.dtype
     return dtypes

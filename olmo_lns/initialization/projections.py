@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterator
 
 import torch
@@ -19,7 +19,9 @@ from torch import nn
 _EXAMINED_PER_END = 2
 
 
-def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], same: float) -> dict[str, int]:
+def residual_projections(
+    block: nn.Module, moved: Callable[[], torch.Tensor], same: float, rest: torch.Tensor | None = None
+) -> dict[str, int]:
     """Find the residual output projections of a block, parameter by parameter.
 
     One slice of a projection belongs to each channel of the stream. If this slice is multiplied, ``block(x) - x``
@@ -29,11 +31,12 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
     :param block: a block with random parameters. Each of them is changed and restored.
     :param moved: runs the block on a fixed x with its sites frozen, and returns block(x) - x, shape (…, channels).
     :param same: two results count as equal if their relative difference is below this value.
+    :param rest: what ``moved`` returns while no parameter is changed, if it is known.
     :returns: name of each projection -> the dimension of the parameter that counts the channels of the stream.
 
     Example: for GPT-2 ``{"attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}``.
     """
-    rest = moved()
+    rest = moved() if rest is None else rest
     width = rest.shape[-1]
     # A router may select only some experts. The others have no effect, and are judged by those that it selects.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
@@ -44,22 +47,27 @@ def residual_projections(block: nn.Module, moved: Callable[[], torch.Tensor], sa
 
     def projects(parameter: nn.Parameter, axis: int) -> bool | None:
         """Return true if this dimension of the parameter counts channels of the stream; None if nothing reads it."""
+        ends = sorted({0, width - 1})
 
-        def effect(channel: int, factor: float) -> torch.Tensor:
-            with _multiplied(parameter, axis, channel, factor):
+        def effect(*factors: float) -> torch.Tensor:
+            with ExitStack() as stack:
+                for channel, factor in zip(ends, factors, strict=False):
+                    stack.enter_context(_multiplied(parameter, axis, channel, factor))
                 return moved() - rest
 
-        for channel in (0, width - 1):
-            once = effect(channel, 2.0)
-            size = float(once[..., channel].norm())
-            others = torch.cat([once[..., :channel], once[..., channel + 1 :]], dim=-1)
-            if float(once.norm()) <= same:
-                return None
-            if float(others.norm()) > 10 * same * size:
-                return False
-            if float((effect(channel, 3.0) - 2 * once).norm()) > 10 * same * size:  # a gate, which is not linear
-                return False
-        return True
+        once = effect(2.0, 3.0)  # which adds the slice of one channel once, and that of the other twice
+        if float(once.norm()) <= same:
+            return None
+        others = once.clone()
+        others[..., ends] = 0.0
+        sizes = [float(once[..., channel].norm()) for channel in ends]
+        if float(others.norm()) > 10 * same * max(sizes):
+            return False
+        if min(sizes) <= same:
+            return None
+        # Now twice, and once. A gate is not linear, and channels in another order are exchanged.
+        expected = once[..., ends] * once.new_tensor([2.0, 0.5][: len(ends)])
+        return float((effect(3.0, 2.0)[..., ends] - expected).norm()) <= 10 * same * min(sizes)
 
     def axis(parameter: nn.Parameter) -> int | None:
         """Return the dimension of the channels, -1 if the parameter is no projection, or None if nothing reads it."""

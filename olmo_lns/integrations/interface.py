@@ -80,9 +80,12 @@ class Integration:
             located = self.locate(model, example, blocks, norms, any_model.locate_on_first_rank)
         with sites.stock_on_failure(model):
             with same_outcome_on_every_rank():
-                measured = any_model.attach(model, located, scheme, self.arithmetic_of, trained=trained)
+                part = any_model.trained_part_of(model, located)
+                measured = any_model.attach(
+                    model, located, scheme, self.arithmetic_of, trained_part=part, trained=trained
+                )
                 any_model.check_without_hooks(model, located, example)
-                found = any_model.describe_initialization(model, located)
+                found = any_model.describe_initialization(model, located, part)
             self.record_scheme(model, scheme)  # no process has failed
         any_model.report(model, located, measured, found)
 

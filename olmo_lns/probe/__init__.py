@@ -43,7 +43,7 @@ Read the modules in this order. Each imports only those above it.
 * ``search``: :func:`pre_ln_sites`, which uses all of these.
 """
 
-from olmo_lns.probe.call import Call, hooks, same_randomness, stream_of
+from olmo_lns.probe.call import Call, hooks, same_randomness, seed_generators, stream_of
 from olmo_lns.probe.copies import random_copy, set_training
 from olmo_lns.probe.recognize import has_vectors_only, is_leaf, is_norm, looks_like_norm
 from olmo_lns.probe.replay import SAME, SAME_HALF, Replay
@@ -63,6 +63,7 @@ __all__ = [
     "pre_ln_sites",
     "random_copy",
     "same_randomness",
+    "seed_generators",
     "set_training",
     "stream_of",
 ]

@@ -127,17 +127,22 @@ def stream_of(output: Any) -> torch.Tensor | None:
     return output if torch.is_tensor(output) else None
 
 
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the random generators that a block may use. Afterwards, restore the states of Python's and numpy's."""
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the random generators that a block may use."""
     # torch.manual_seed also prepares a later start of CUDA and stores a stack trace for it at each call. On a CPU
     # that would take half of the probe's time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the random generators that a block may use. Afterwards, restore the states of Python's and numpy's."""
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
+    seed_generators(device, seed)
     try:
         yield
     finally:

@@ -32,6 +32,7 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     sites_text = replay.sites_text + (", given by norms=" if named_by_user else "")
     effects = check_sites_are_read(replay)
     check_number_of_sites(replay)
+    effect_of_all = effects[0] if len(effects) == 1 else replay.effect(*replay.sites)
     check_other_norms_are_read(replay)
     check_one_stream(replay, sites_text)
     check_branches_differ(replay)
@@ -40,10 +41,10 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     if len(replay.site_names) == 1 and named_by_user:
         check_shared_norm(replay)
     else:
-        check_two_branches(replay, sites_text, effects)
+        check_two_branches(replay, sites_text, effects, effect_of_all)
     check_with_gradients(replay)
     check_under_autocast(replay)
-    shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay)
+    shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay, effect_of_all)
     return {name: min(share, in_training.get(name, share)) for name, share in shares.items()}
 
 
@@ -157,13 +158,16 @@ def check_ends_of_branches(replay: Replay, sites_text: str, neutral: Sequence[br
             raise NotPreLN(f"the branch that reads {branch.name} ends in a norm that is a function (Sandwich-LN)")
 
 
-def check_two_branches(replay: Replay, sites_text: str, effects: Sequence[torch.Tensor]) -> None:
+def check_two_branches(
+    replay: Replay, sites_text: str, effects: Sequence[torch.Tensor], effect_of_all: torch.Tensor
+) -> None:
     """Check that the block has two branches, and not one that reads both sites, or a single one after one site.
 
     :param effects: the effect of each site alone. For two branches, the effect of both is their sum.
+    :param effect_of_all: the effect of all sites.
     """
     if len(replay.site_names) == 2:
-        together = replay.effect(*replay.sites) - sum(effects)
+        together = effect_of_all - sum(effects)
         if float(together.norm()) > 10 * replay.tolerance * float(replay.reference_delta.norm()):
             raise NotPreLN(f"it has one branch, after {sites_text}; expected attention and feed-forward")
     elif not branches.reads_norm_twice(replay):
@@ -204,14 +208,15 @@ def check_under_autocast(replay: Replay) -> None:
         raise NotPreLN(f"under autocast its branches bypass {replay.sites_text}")
 
 
-def check_in_training(replay: Replay) -> dict[str, float]:
+def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, float]:
     """Check the same in training mode, and whether a branch ends in a norm there.
 
+    :param effect_of_all: the effect of all sites in eval mode.
     :returns: the result of :func:`shares_of_factors` in training mode. It is empty if the block computes the same there
         as in eval mode, apart from dropout.
     """
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
-    in_eval = replay.reference_delta, replay.delta(changes)
+    in_eval = replay.reference_delta, replay.reference_delta + effect_of_all
     with replay.in_mode(True):
         result = _run_with_all_branches(replay)
         with torch.no_grad():

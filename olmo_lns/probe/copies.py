@@ -37,14 +37,16 @@ def random_copy(
         copied = deep_copy(block, {id(original): weight for original, weight in pairs})
     else:
         copied = (memory or RandomWeights()).copy(block, dtype=dtype)
-    # A buffer with the single value 0 is a gate that would hide its branch. The dtypes are converted one by one below,
-    # since Module.to() would drop the imaginary part of complex rotary tables.
-    for part in copied.modules():
-        for buffer in part._buffers.values():
-            if buffer is not None and buffer.is_floating_point() and buffer.numel() == 1 and not buffer.any():
-                buffer.fill_(1.0)
+    for gate in closed_gates(copied):
+        gate.fill_(1.0)
     copied.eval()
+    # Module.to() would drop the imaginary part of complex rotary tables.
     return copied if dtype is None else copied._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def closed_gates(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers with the single value 0. Such a buffer is a gate that would hide its branch."""
+    return [b for b in module.buffers() if b.is_floating_point() and b.numel() == 1 and not b.any()]
 
 
 def set_training(module: nn.Module, trains: bool) -> None:

@@ -26,7 +26,7 @@ def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
     :param call: the call as the model made it. Its arguments show whether the model passes parameters to the block.
     :returns: the result of :func:`olmo_lns.initialization.residual_projections`.
     """
-    found = residual_projections(replay.block, replay.delta, replay.tolerance)
+    found = residual_projections(replay.block, replay.delta, replay.tolerance, replay.reference_delta)
     parameters = dict(replay.block.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.numel() > max(parameter.shape, default=1)]
     remain = _have_effect_without(replay, replay.site_names, [parameters[name] for name in found])

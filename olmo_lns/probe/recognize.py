@@ -27,7 +27,7 @@ def looks_like_norm(module: nn.Module) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """Return true for a module that has no children with parameters. A dropout inside of it does not matter."""
     children = [child for name, child in module.named_children() if name != "parametrizations"]
-    return not any(list(child.parameters()) for child in children)
+    return all(next(child.parameters(), None) is None for child in children)
 
 
 def has_vectors_only(module: nn.Module) -> bool:

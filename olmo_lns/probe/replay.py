@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from olmo_lns.probe.call import Call, code_of_the_block, hooks, stream_of
-from olmo_lns.probe.copies import set_training
+from olmo_lns.probe.copies import closed_gates, set_training
 from olmo_lns.probe.recognize import normalized_input
 from olmo_lns.response import first_output, replace_first
 
@@ -111,15 +111,7 @@ class Replay:
         inputs: dict[str, torch.Tensor] = {}
 
         def freeze(name: str) -> Hook:
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                value, y, frozen = normalized_input(args, kwargs), first_output(output), self.frozen[name]
-                if y.numel() != frozen.numel():  # training may run a branch on a part of the batch
-                    return replace_first(output, frozen[: len(y)].reshape(y.shape).clone())
-                reads_stream = name in self.norms and value.numel() == x.numel()
-                inputs[name] = self.as_stream(name, value) - x.detach().double() if reads_stream else value
-                return replace_first(output, frozen.reshape(y.shape).clone())
-
-            return hook
+            return lambda module, args, kwargs, output: self.freeze(name, x, inputs, args, kwargs, output)
 
         def change(function: Change) -> Hook:
             return lambda module, args, output: replace_first(output, function(first_output(output)))
@@ -130,6 +122,22 @@ class Replay:
         with hooks(handles), code_of_the_block():
             delta = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
         return delta, [inputs[name] for name in names if name in inputs]  # training may drop branches
+
+    def freeze(
+        self, name: str, x: torch.Tensor, inputs: dict[str, torch.Tensor], args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        """Return the output of a norm in which the frozen tensor replaces what the norm computed.
+
+        :param x: the stream before the block.
+        :param inputs: receives the input of the norm minus ``x``, or the input of a norm that does not read the stream.
+        :param args, kwargs, output: those of the norm's call.
+        """
+        value, y, frozen = normalized_input(args, kwargs), first_output(output), self.frozen[name]
+        if y.numel() != frozen.numel():  # training may run a branch on a part of the batch
+            return replace_first(output, frozen[: len(y)].reshape(y.shape).clone())
+        reads_stream = name in self.norms and value.numel() == x.numel()
+        inputs[name] = self.as_stream(name, value) - x.detach().double() if reads_stream else value
+        return replace_first(output, frozen.reshape(y.shape).clone())
 
     def delta(self, changes: Mapping[nn.Module, Change] | None = None) -> torch.Tensor:
         """Freeze the sites, run the block, and return ``block(x) - x``.
@@ -272,11 +280,42 @@ class Replay:
 
     def matches(self, earlier: Replay) -> bool:
         """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
-        for (delta, inputs), (expected, expected_inputs) in zip(self.results(), earlier.results(), strict=True):
-            pairs = zip((delta, *inputs), (expected, *expected_inputs), strict=False)
-            if len(inputs) != len(expected_inputs) or not all(self.is_equal(a, b) for a, b in pairs):
-                return False
-        return True
+        in_eval, in_training = self.results()
+        return earlier.is_result(in_eval, trains=False) and earlier.is_result(in_training, trains=True)
+
+    def is_result(self, result: Result, *, trains: bool) -> bool:
+        """Return true if this block computes the same as another one whose result is given.
+
+        :param trains: compare in training mode, and not in eval mode.
+        """
+        (delta, inputs), (expected, expected_inputs) = result, self.results()[trains]
+        pairs = zip((delta, *inputs), (expected, *expected_inputs), strict=False)
+        return len(inputs) == len(expected_inputs) and all(self.is_equal(a, b) for a, b in pairs)
+
+    @property
+    def returns_stream(self) -> bool:
+        """True if the block returns the stream, and not its change or two parts of it."""
+        return not (self.call.summed or self.call.is_change)
+
+    @contextmanager
+    def parameters_in(self, block: nn.Module) -> Iterator[None]:
+        """Give a block with the same structure the parameters of this copy, and open its gates, while the context runs.
+
+        A gate is a buffer with the single value 0, which would hide its branch (:mod:`olmo_lns.probe.copies`).
+        """
+        saved = [(parameter, parameter.data) for parameter in block.parameters()]
+        gates = closed_gates(block)
+        try:
+            for (parameter, _), own in zip(saved, self.block.parameters(), strict=True):
+                parameter.data = own.data
+            for gate in gates:
+                gate.fill_(1.0)
+            yield
+        finally:
+            for parameter, data in saved:
+                parameter.data = data
+            for gate in gates:
+                gate.zero_()
 
     def matches_scaled(self, earlier: Replay, factor: float) -> bool:
         """Return true if this block computes what an earlier one does, but multiplies its norms by ``factor`` itself.

@@ -7,6 +7,7 @@ this case. Some models write to their weights in such a forward, which is preven
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -23,25 +24,41 @@ from olmo_lns.whole_model.trace import Trace, trace_forward
 log = logging.getLogger("olmo_lns")
 
 
+def trace_in_training(model: nn.Module, run: Callable[[], Any]) -> Trace:
+    """Run a model once in training mode, which must be set, and observe its modules.
+
+    :param run: runs one forward of the model.
+    :raises LNSConfigError: if the model cannot run in training mode on the example, for instance because it needs
+        labels, or if it writes to its weights.
+    """
+    with _read_only(model):
+        return trace_forward(model, run, ())
+
+
 def require_same_in_training(
-    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    norms: Iterable[nn.Module],
+    trace: Trace,
+    run: Callable[[], Any],
+    in_training: Trace | None = None,
 ) -> None:
-    """Run a model in training mode, and check that it runs the same blocks and norms as in eval mode.
+    """Check that a model runs the same blocks and norms in training mode as in eval mode.
 
     A model that cannot run in training mode on the example, for instance because it needs labels, is not checked.
 
     :param blocks: the blocks, or the norms that the user passed if no module runs a block.
     :param norms: all norms that will be scaled.
     :param trace: the forward in eval mode.
-    :param run: runs one forward of the model.
+    :param run: runs one forward of the model in training mode.
+    :param in_training: the result of :func:`trace_in_training`, if there is one already.
     :raises LNSConfigError: if further blocks run in training mode, or a norm runs several times. The message names
         them.
     """
     names, norms = {module: name for name, module in model.named_modules()}, list(norms)
     widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
     try:
-        with _read_only(model):
-            in_training = trace_forward(model, run, ())
+        in_training = in_training or trace_in_training(model, run)
         similar = similar_modules(model, blocks, in_training, widths, run)
         similar |= functional_blocks(model, blocks, in_training, widths, run)
     except LNSConfigError as error:  # it needs labels, or writes to its weights
@@ -85,20 +102,19 @@ class _NoWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                self._check(argument, value)
-            for argument in func._schema.arguments:
-                self._check(argument, kwargs.get(argument.name))
+        for place, name in _written_arguments(func):
+            for leaf in tree_leaves((args[place] if place < len(args) else None, kwargs.get(name))):
+                if (
+                    torch.is_tensor(leaf)
+                    and leaf.layout == torch.strided
+                    and leaf.untyped_storage().data_ptr() in self.memory
+                ):
+                    raise RuntimeError("a forward writes to a parameter")
         return func(*args, **kwargs)
 
-    def _check(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
-        for leaf in tree_leaves(value):
-            if (
-                torch.is_tensor(leaf)
-                and leaf.layout == torch.strided
-                and leaf.untyped_storage().data_ptr() in self.memory
-            ):
-                raise RuntimeError("a forward writes to a parameter")
+
+@functools.cache  # reading a schema takes longer than a small operation
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and the names of the arguments to which an operation writes."""
+    arguments = enumerate(func._schema.arguments) if func._schema.is_mutable else ()
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)

@@ -9,16 +9,18 @@ Read the modules in this order. Each imports only those above it.
 * ``refusals``: models that cannot be measured.
 * ``example``: run a model on the example, and leave no trace of the forward in it.
 * ``fused_kernels``: kernels that read the weights of a norm and do not call it.
+* ``probing``: probe one block of each structure.
 * ``finding``: find the norms.
 * ``scaling``: scale them and measure them.
 * ``line``: the start-up line.
 """
 
 from olmo_lns.integrations.any_model.example import forward, undisturbed
-from olmo_lns.integrations.any_model.finding import locate, locate_on_first_rank, structure
+from olmo_lns.integrations.any_model.finding import locate, locate_on_first_rank
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, check_without_hooks
 from olmo_lns.integrations.any_model.line import report
 from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.integrations.any_model.probing import structure
 from olmo_lns.integrations.any_model.refusals import (
     refuse_adapted,
     refuse_offloaded,
@@ -26,7 +28,7 @@ from olmo_lns.integrations.any_model.refusals import (
     require_unwrapped,
     require_weights,
 )
-from olmo_lns.integrations.any_model.scaling import attach, describe_initialization
+from olmo_lns.integrations.any_model.scaling import attach, describe_initialization, trained_part_of
 
 __all__ = [
     "ArithmeticOf",
@@ -44,5 +46,6 @@ __all__ = [
     "require_unwrapped",
     "require_weights",
     "structure",
+    "trained_part_of",
     "undisturbed",
 ]

@@ -30,8 +30,10 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
         ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0), device="cpu")
         example = ids.to(shadow.device_of(model))
 
+    device = shadow.device_of(model)
+
     def run() -> Any:
-        with probe.same_randomness(shadow.device_of(model)):
+        with probe.same_randomness(device):
             return once()
 
     def once() -> Any:
@@ -111,13 +113,16 @@ _KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_for
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the attributes in which a forward may keep state: name -> the value, and a copy of it if a container."""
-    found = {name: value for name, value in vars(module).items() if name not in _KEPT and not name.startswith("lns_")}
     containers = (list, dict, set)
     return {
         name: (value, copy.copy(value) if type(value) in containers else None)
-        for name, value in found.items()
-        if "hook" not in name
+        for name, value in vars(module).items()
+        if _is_state(name)
     }
+
+
+def _is_state(name: str) -> bool:
+    return name not in _KEPT and not name.startswith("lns_") and "hook" not in name
 
 
 def _contents(container: Any) -> list[Any]:
@@ -126,7 +131,7 @@ def _contents(container: Any) -> list[Any]:
 
 def _restore_attributes(module: nn.Module, saved: Mapping[str, tuple[Any, Any]]) -> None:
     """Restore the attributes that a module had before a forward."""
-    for name in _attributes(module).keys() - saved.keys():
+    for name in [name for name in vars(module) if name not in saved and _is_state(name)]:
         del vars(module)[name]
     for name, (value, content) in saved.items():
         if vars(module).get(name) is not value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from torch import nn
@@ -14,14 +13,16 @@ from olmo_lns.folding import check_finite
 from olmo_lns.integrations.any_model.example import forward, undisturbed
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, norms_to_hook
 from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.integrations.any_model.probing import BlockProbes
 from olmo_lns.integrations.any_model.refusals import refuse_adapted
 from olmo_lns.processes import on_first_rank
 from olmo_lns.whole_model.blocks import Blocks, find_blocks
+from olmo_lns.whole_model.confirmation import Confirmation, can_confirm, confirming
 from olmo_lns.whole_model.depth import require_no_block_between
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import require_residual_stream
 from olmo_lns.whole_model.trace import Trace
-from olmo_lns.whole_model.training import require_same_in_training
+from olmo_lns.whole_model.training import require_same_in_training, trace_in_training
 from olmo_lns.whole_model.user_norms import check_user_norms
 
 
@@ -98,34 +99,42 @@ def _locate(
             require_no_block_between(model, by_user.blocks, by_user.trace, run)
             found, pairs, stack = Blocks("", [], by_user.trace), [*by_user.pairs], by_user.blocks
         advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
-        block_norms, probes, projections = _probe_blocks(stack, pairs, found.trace, weights, advice)
-        hooked = [name for block, each in probes for name in norms_to_hook(block, each, arithmetic_of)]
+        probes = BlockProbes(stack, pairs, found.trace, advice, weights)
+        probes.probe_structures()
+    confirmed, in_training = _confirm(model, found, probes, run, traces=blocks is None)
+    with undisturbed(model):
+        probes.probe_others(confirmed.blocks)
+        hooked = [name for block, each in probes.separately for name in norms_to_hook(block, each, arithmetic_of)]
+    block_norms, projections = probes.norms, probes.projections
+    members = [norm for each in block_norms for norm in each]
     names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
     _require_one_run(names, block_norms, found.trace)
-    if found.blocks:
+    if found.blocks and not confirmed.is_residual_stream:
         with undisturbed(model):
-            members = [norm for each in block_norms for norm in each]
             require_residual_stream(model, found.blocks, members, found.trace, run)
     if norms is None and blocks is None:
         with undisturbed(model):
             probe.set_training(model, True)
-            members = [norm for each in block_norms for norm in each]
-            require_same_in_training(model, found.blocks, members, found.trace, run)
+            in_training = in_training or trace_in_training(model, run)
+            if in_training is not None:
+                require_same_in_training(model, found.blocks, members, found.trace, in_training, run)
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
-    ends = {end: [name for name in everything if name.endswith(end)] for _, each in probes for end in each.names}
+    separately = probes.separately
+    ends = {end: [name for name in everything if name.endswith(end)] for _, each in separately for end in each.names}
     return Located(
         path=found.path,
         blocks=tuple("" if block is None else names[block] for block in stack),
         norms=tuple(tuple(names[norm] for norm in each) for each in block_norms),
         shapes=tuple(found.trace.shapes.get(each[0], ()) for each in block_norms),
         width=found.trace.shapes.get(block_norms[0][0], (0,))[-1],
-        cancelled=tuple(dict.fromkeys(name for _, each in probes for name in each.cancelled)),
-        partly_cancelled=tuple(dict.fromkeys(name for _, each in probes for name in each.partly_cancelled)),
+        cancelled=tuple(dict.fromkeys(name for _, each in separately for name in each.cancelled)),
+        partly_cancelled=tuple(dict.fromkeys(name for _, each in separately for name in each.partly_cancelled)),
         hooked=tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
         left=_left(model, stack, found.trace),
         sites_from="probe" if projections else "norms=",
         projections=projections,
+        ran_without_hooks=confirmed.is_residual_stream and not hooked,
     )
 
 
@@ -149,71 +158,29 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
     return located
 
 
-def _probe_blocks(
-    stack: Sequence[nn.Module | None],
-    pairs: Sequence[tuple[nn.Module, ...] | None],
-    traced: Trace,
-    weights: shadow.RandomWeights,
-    advice: str,
-) -> tuple[list[tuple[nn.Module, ...]], list[tuple[nn.Module, probe.BlockSites]], tuple[Mapping[str, int], ...]]:
-    """Probe the blocks, each structure only once.
+def _confirm(
+    model: nn.Module, found: Blocks, probes: BlockProbes, run: Callable[[], Any], *, traces: bool
+) -> tuple[Confirmation, Trace | None]:
+    """Run the model once in eval mode and once in training mode, and confirm what the probed blocks show.
 
-    :param stack: the blocks, None for a block that is not a module.
-    :param pairs: the norms that the user passed for each block, or None.
-    :returns: the norms of each block, the blocks that were probed separately with their results, and the residual
-        output projections of each block.
+    :param traces: observe the forward in training mode.
+    :returns: the blocks that were confirmed in both modes, and the observation, which is None if the forward failed or
+        a block did something else in it.
     """
-    by_structure: dict[Any, probe.BlockSites] = {}
-    probes: list[tuple[nn.Module, probe.BlockSites]] = []
-    numbers: dict[Any, int] = {}
-    norms: list[tuple[nn.Module, ...]] = []
-    projections: list[Mapping[str, int]] = []
-    for number, (block, pair) in enumerate(zip(stack, pairs, strict=True), start=1):
-        call = None if block is None else traced.calls.get(block)
-        if block is None or call is None:
-            norms.append(pair or ())
-            continue
-        inner = {module: name for name, module in block.named_modules()}
-        names = None if pair is None else tuple(inner[norm] for norm in pair)
-        key = (structure(block), names, tuple(tensor.shape for tensor in call.tensors()))
-        earlier = by_structure.get(key)
-        found = probe.pre_ln_sites(
-            block,
-            call,
-            where=f"block {number}",
-            names_by_user=names,
-            earlier=earlier,
-            advice=advice,
-            weights=weights,
-        )
-        by_structure.setdefault(key, found)
-        if found is not earlier:
-            probes.append((block, found))
-        first = numbers.setdefault(key, number)
-        if earlier is not None and found is not earlier and found.names == earlier.names:
-            _require_no_factor(found, earlier, number, first)
-        norms.append(tuple(block.get_submodule(name) for name in found.names))
-        projections.append(found.projections)
-    return norms, probes, tuple(projections if len(projections) == len(norms) else ())
-
-
-def _require_no_factor(found: probe.BlockSites, earlier: probe.BlockSites, number: int, first: int) -> None:
-    """Refuse a model whose blocks multiply the outputs of their norms by 1/sqrt(l) themselves.
-
-    The model of the paper's repository does this.
-
-    :param found: the result for this block.
-    :param earlier: the result for an earlier block with the same structure.
-    :param number: number of this block.
-    :param first: number of the earlier block.
-    :raises LNSConfigError: if this block is the earlier one with the factor of its own number.
-    """
-    if found.replay.matches_scaled(earlier.replay, math.sqrt(first / number)):
-        raise LNSConfigError(
-            f"Block {number} ({type(found.replay.block).__name__}) computes what block {first} computes if the outputs "
-            f"of its norms are multiplied by sqrt({first}/{number}). This model therefore has LayerNorm Scaling in its "
-            "own code, and apply() would multiply twice. Remove the model's own factor, or do not call apply()."
-        )
+    replays = probes.replays
+    if not can_confirm(found.blocks, replays, found.trace):
+        return Confirmation(), None
+    try:
+        with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
+            run()
+        with undisturbed(model):
+            probe.set_training(model, True)
+            with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
+                trace = trace_in_training(model, run)
+    except LNSConfigError:  # the model does not run on random weights
+        return Confirmation(), None
+    confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
+    return confirmed, trace if traces and in_training.is_residual_stream else None
 
 
 def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: Trace) -> None:
@@ -227,15 +194,6 @@ def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Mo
             f"One forward of the model runs the norms {', '.join(problems)}. Expected each norm to run once. Either "
             "other code bypasses a norm, or two parts of the model share it. Use a separate norm in each place."
         )
-
-
-def structure(block: nn.Module) -> Any:
-    """Return the classes of a block's modules and the shapes and devices of its parameters.
-
-    Two blocks have the same structure if these are equal.
-    """
-    modules = tuple((name, type(module)) for name, module in block.named_modules())
-    return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
 def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: Trace) -> tuple[str, ...]:

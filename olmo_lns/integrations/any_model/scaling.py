@@ -24,12 +24,14 @@ def attach(
     scheme: Scheme,
     arithmetic_of: ArithmeticOf = lambda norm: None,
     *,
+    trained_part: str = "",
     trained: bool | None = None,
 ) -> list[str]:
     """Scale the norms of a model. If they have the scheme already, measure them again.
 
     :param located: the norms, from :func:`locate`.
     :param arithmetic_of: a function that returns the arithmetic of a norm, or None if it is unknown.
+    :param trained_part: the result of :func:`trained_part_of`, or ``""`` if ``trained`` is not None.
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: what was measured, for the start-up line.
     :raises CheckpointMismatchError: if the weights were trained without a factor.
@@ -48,10 +50,8 @@ def attach(
     norms = {name: model.get_submodule(name) for names in located.norms for name in names}
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
-        matrices = initialization.matrices_of(located.blocks_of(model))
-        part = initialization.trained_part(located.norms_of(model), matrices)
         source = getattr(model, "name_or_path", "") or type(model).__name__
-        records.require_fresh(part, scheme, source=source, trained=trained)
+        records.require_fresh(trained_part, scheme, source=source, trained=trained)
     measured: list[tuple[str, ...]] = [("sites",)] if located.sites_from == "probe" else []
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         if located.projections:
@@ -86,13 +86,19 @@ def attach(
     return list(dict.fromkeys(itertools.chain(*measured)))
 
 
-def describe_initialization(model: nn.Module, located: Located) -> str:
-    """Return what the start-up line says about the initialization, or ``""`` for trained weights."""
+def trained_part_of(model: nn.Module, located: Located) -> str:
+    """Describe which weights show that a model was trained (:func:`olmo_lns.initialization.trained_part`)."""
+    return initialization.trained_part(located.norms_of(model), initialization.matrices_of(located.blocks_of(model)))
+
+
+def describe_initialization(model: nn.Module, located: Located, trained_part: str) -> str:
+    """Return what the start-up line says about the initialization, or ``""`` for trained weights.
+
+    :param trained_part: the result of :func:`trained_part_of`.
+    """
     if located.projections and any(map(shadow.has_no_values, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
-    matrices = initialization.matrices_of(located.blocks_of(model))
-    trained = initialization.trained_part(located.norms_of(model), matrices)
-    return "" if trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
+    return "" if trained_part else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 
 def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> tuple[str, ...]:

@@ -117,10 +117,11 @@ def locate_and_scale(
             "This version of transformers builds the family in another way. Apply the scheme to a stock model."
         )
     with sites.stock_on_failure(model), same_outcome_on_every_rank() if in_every_process else nullcontext():
-        measured = any_model.attach(model, located, scheme, arithmetic_of, trained=trained)
+        part = any_model.trained_part_of(model, located)
+        measured = any_model.attach(model, located, scheme, arithmetic_of, trained_part=part, trained=trained)
         with _without_cache(model):
             any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
-        found, is_removed = judge_initialization(model, located, initialization)
+        found, is_removed = judge_initialization(model, located, initialization, part)
     if is_removed:
         drawing.make_plain(model, found)
         found = drawing.measure(model)
@@ -207,7 +208,7 @@ def located_by_names(model: Any, norms: dict[str, Any]) -> Located:
 
 
 def judge_initialization(
-    model: Any, located: Located, initialization: str | None
+    model: Any, located: Located, initialization: str | None, trained_part: str
 ) -> tuple[drawing.Initialization | None, bool]:
     """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
@@ -215,11 +216,11 @@ def judge_initialization(
     and is kept.
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
+    :param trained_part: as in :func:`olmo_lns.integrations.any_model.attach`.
     :returns: the measured initialization, or None for trained weights; and true if the factor is to be removed.
     :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.
     """
-    matrices = drawing.matrices_of(located.blocks_of(model))
-    if drawing.trained_part(located.norms_of(model), matrices):  # such as weights that load_state_dict filled
+    if trained_part:  # such as weights that load_state_dict filled
         return None, False
     found = drawing.measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in DEPTH_SCALED

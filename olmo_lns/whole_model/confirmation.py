@@ -1,0 +1,133 @@
+"""Confirm in one forward of the model that each block does what the probed block of its structure does.
+
+The probe examines one block of each structure, with random parameters and while its sites are frozen. Here the whole
+model runs while every block has these parameters and frozen sites. A block is confirmed if it adds to its stream what
+the probed block added. A random number is added to each element of the stream before the first block and behind every
+block, so that a block which reads the stream elsewhere, such as through an argument, adds something else.
+
+The forward costs as much as one run of each block, and it also shows whether the stream passes unchanged from block to
+block. What it does not confirm is examined separately: a block by the probe, and the stream by
+:func:`olmo_lns.whole_model.stream.require_residual_stream`.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns import probe
+from olmo_lns.whole_model.stream import is_same
+from olmo_lns.whole_model.trace import Trace, replace_stream
+
+
+@dataclass
+class Confirmation:
+    """What one forward of the model confirmed.
+
+    :param blocks: the blocks that computed what the probed block of their structure computed.
+    :param is_residual_stream: true if all blocks did, and each read what the block before it returned.
+    """
+
+    blocks: set[nn.Module] = field(default_factory=set)
+    is_residual_stream: bool = False
+
+
+def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
+    """Return true if the blocks can run in the model as the probe ran them, in fp32 and with the stream as output."""
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    return (
+        len(blocks) == len(replays)
+        and all(replay.dtype == torch.float32 and replay.returns_stream for replay in replays.values())
+        and all((call := trace.calls.get(block)) is not None and not call.is_change for block in blocks)
+        and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
+        and all(type(p.data) is torch.Tensor and p.dtype == torch.float32 for p in parameters)
+    )
+
+
+@contextmanager
+def confirming(
+    blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace, *, trains: bool
+) -> Iterator[Confirmation]:
+    """Let each block run as the probed block of its structure did, in one forward of the model in this context.
+
+    :param replays: block -> the probed block of its structure.
+    :param trains: compare with the probed blocks in training mode with gradients, and not in eval mode without them.
+        The mode of the model must be set before.
+    :returns: the confirmation, which is complete when the context ends.
+    """
+    generator = torch.Generator().manual_seed(9)
+    confirmation = Confirmation()
+    before: dict[nn.Module, torch.Tensor] = {}  # block -> the stream before it
+    inputs: dict[nn.Module, dict[str, torch.Tensor]] = {block: {} for block in blocks}
+    returned: list[torch.Tensor] = []
+    passed: list[bool] = []
+
+    def moved(stream: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(stream.shape, generator=generator, device="cpu")
+        return stream.detach() + noise.to(stream)
+
+    def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        replay, place = replays[block], trace.calls[block].place  # type: ignore[union-attr]
+        stream = kwargs[place] if isinstance(place, str) else args[place]
+        passed.append(not returned or is_same(returned[-1], stream))
+        before[block] = stream.detach() if returned else moved(stream)
+        x = before[block].clone().requires_grad_(trains)
+        args, kwargs = (args, {**kwargs, place: x}) if isinstance(place, str) else (_with(args, place, x), kwargs)
+        probe.seed_generators(x.device, replay.call.seed)
+        with torch.set_grad_enabled(trains):
+            output = forward(*args, **kwargs)
+        if (stream := probe.stream_of(output)) is None:
+            return output
+        delta = stream.detach().double() - before[block].double()
+        found = [inputs[block][name] for name in replay.site_names if name in inputs[block]]
+        if replay.is_result((delta, found), trains=trains):
+            confirmation.blocks.add(block)
+        returned.append(moved(stream))
+        return replace_stream(output, returned[-1])
+
+    def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if block not in before:  # another module runs the norm
+            return output
+        return replays[block].freeze(name, before[block], inputs[block], args, kwargs, output)
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(replays[block].parameters_in(block))
+            stack.enter_context(_running(block, functools.partial(run_block, block)))
+            for name in replays[block].site_names:
+                stack.enter_context(_running(block.get_submodule(name), functools.partial(run_norm, block, name)))
+        yield confirmation
+    in_order = len(passed) == len(returned) == len(blocks)
+    confirmation.is_residual_stream = in_order and all(passed) and len(confirmation.blocks) == len(blocks)
+
+
+@contextmanager
+def _running(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """Let ``run`` compute what a module returns while the context runs. It receives the module's forward and arguments.
+
+    The forward of the instance is replaced. A hook would switch off the fused kernels that read the weights of a norm
+    and do not call it. Without a hook, such a kernel runs here too, and its block is not confirmed.
+    """
+    own, forward = vars(module).get("forward"), module.forward
+
+    @functools.wraps(forward)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return run(forward, args, kwargs)
+
+    vars(module)["forward"] = replaced  # some classes refuse an assignment
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _with(args: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*args[:place], value, *args[place + 1 :])
