@@ -177,7 +177,7 @@ def _confirm(
             probe.set_training(model, True)
             with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
                 trace = trace_in_training(model, run)
-    except LNSConfigError:  # the model does not run on random weights
+    except (LNSConfigError, RuntimeError, TypeError):  # it does not run on random weights, or takes no others
         return Confirmation(), None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
     return confirmed, trace if traces and in_training.is_residual_stream else None
