@@ -115,9 +115,7 @@ def _locate(
     if norms is None and blocks is None:
         with undisturbed(model):
             probe.set_training(model, True)
-            in_training = in_training or trace_in_training(model, run)
-            if in_training is not None:
-                require_same_in_training(model, found.blocks, members, found.trace, in_training, run)
+            require_same_in_training(model, found.blocks, members, found.trace, run, in_training)
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     separately = probes.separately
@@ -173,12 +171,15 @@ def _confirm(
     try:
         with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
             run()
+    except (LNSConfigError, RuntimeError, TypeError):  # it does not run on random weights, or takes no others
+        return Confirmation(), None
+    try:
         with undisturbed(model):
             probe.set_training(model, True)
             with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
                 trace = trace_in_training(model, run)
-    except (LNSConfigError, RuntimeError, TypeError):  # it does not run on random weights, or takes no others
-        return Confirmation(), None
+    except (LNSConfigError, RuntimeError, TypeError):  # it needs labels, or writes to its weights
+        return Confirmation(is_residual_stream=in_eval.is_residual_stream), None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
     return confirmed, trace if traces and in_training.is_residual_stream else None
 
