@@ -110,8 +110,9 @@ def verdicts(report: dict[str, Any]) -> str:
                 "took less time": sum(high < 1 for *_, high in ratios),
                 "did not differ measurably": sum(low <= 1 <= high for _, low, high in ratios),
             }
-            clauses = [f"{outcome} in {count} of {len(ratios)} cases" for outcome, count in counts.items() if count]
-            sentences.append(f"Compared with {what}, the norm with LNS {', '.join(clauses)}.")
+            *first, last = [f"{outcome} in {count}" for outcome, count in counts.items() if count]
+            clauses = f"{', '.join(first)} and {last}" if first else last
+            sentences.append(f"Compared with {what}, the norm with LNS {clauses} of {len(ratios)} cases.")
     return " ".join(sentences)
 
 
