@@ -25,20 +25,18 @@ def described(folder, arms, steps, layers):
     """Write the description of a small demo."""
     size = {"max_duration": steps, "scheduler.t_warmup": 1, "model.n_layers": layers}
     study = {"name": "small", "config": "demo-base.yaml", "data": "demo", "arms": arms, "sizes": {"tiny": size}}
-    path = folder / f"{'-'.join(arms)}-{steps}.yaml"
+    path = folder / f"{steps}.yaml"
     path.write_text(yaml.safe_dump({**study, "seeds": [1], "final_fraction": 0.01}))
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A demo of one arm that Ctrl-C interrupted, and that a second call has finished together with another arm."""
+    """A demo of two arms that Ctrl-C interrupted, and that a second call has finished."""
     folder = tmp_path_factory.mktemp("demo")
-    first, words = (
-        ["demo", described(folder, arms, 16, 4), "--out", str(folder / "out")] for arms in (["lns"], ["preln", "lns"])
-    )
+    words = ["demo", described(folder, ["preln", "lns"], 24, 4), "--out", str(folder / "out")]
     log = folder / "out" / "tiny-lns-s1" / "attempt-01.log"
-    process = fork_command(first, folder / "printed")
+    process = fork_command(words, folder / "printed")
     while process.is_alive() and not (log.exists() and "[step=4/" in log.read_text()):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
@@ -55,7 +53,7 @@ def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished
     assert text.count("LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)") == 1
     for arm in ("preln", "lns"):
         folder = out / f"tiny-{arm}-s1"
-        with (folder / "variance-step16.csv").open() as file:
+        with (folder / "variance-step24.csv").open() as file:
             variance = [float(row["variance"]) for row in csv.DictReader(file)]
         log = "".join(path.read_text() for path in sorted(folder.glob("attempt-*.log")))
         (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
@@ -74,7 +72,7 @@ def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, tmp_p
         assert text.splitlines()[-3:] == capsys.readouterr().out.splitlines()[-3:]
         assert cli.main(["demo", described(tmp_path, ["preln", "lns"], 7, 4), "--out", str(out)]) == 1
     err = capsys.readouterr().err
-    assert "max_duration is 16 in the folder and 7 in this study. Pass another --out" in err
+    assert "max_duration is 24 in the folder and 7 in this study. Pass another --out" in err
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.log")} == before
 
 
@@ -82,9 +80,10 @@ def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, tmp_p
 def test_an_interrupted_demo_goes_on_from_its_checkpoints(finished):
     _, out, _, (code, text) = finished
     assert code == 130 and "To resume: olmo-lns demo" in text
-    logs = "".join(path.read_text() for path in sorted((out / "tiny-lns-s1").glob("attempt-*.log")))
-    assert logs.count("[step=1/") == 1 and logs.count("[step=16/") == 1
-    assert (out / "tiny-lns-s1" / "attempt-02.log").exists(), "the signal did not end this run"
+    for arm in ("preln", "lns"):
+        logs = "".join(path.read_text() for path in sorted((out / f"tiny-{arm}-s1").glob("attempt-*.log")))
+        assert logs.count("[step=1/") == 1 and logs.count("[step=24/") == 1
+        assert (out / f"tiny-{arm}-s1" / "attempt-02.log").exists(), "the signal did not end this run"
 
 
 def test_a_description_without_the_measures_of_the_demo_is_refused_before_training(tmp_path, capsys):
