@@ -70,7 +70,8 @@ check-origin:
 
 FORCE:
 
-$(STAMP): pyproject.toml $(PINS) $(if $(REPOINT),FORCE) | check-origin
+# The .pth file is the one file of the package that an editable installation copies.
+$(STAMP): pyproject.toml $(PINS) olmo_lns/integrations/olmo_lns_autoload.pth $(if $(REPOINT),FORCE) | check-origin
 	@if [ ! -x $(PY) ]; then \
 		if [ -z "$(PYTHON)" ]; then echo "make: none of $(PYTHONS) was found. Install one of them, or set PYTHON=path." >&2; exit 1; fi; \
 		echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV) && touch $(VENV)/.olmo-lns-owned; fi

@@ -46,10 +46,10 @@ _activated: set[str] = set()
 _problems: dict[str, list[str]] = {}
 
 
-def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """Find a module with the other finders, and arrange that its callbacks run after it is executed.
 
-    ``olmo_lns_autoload.pth`` calls this function by its name.
+    The finder in ``olmo_lns_autoload.pth`` calls this function by its name.
 
     :returns: None if no callback is requested for ``name``, so that the import system asks the other finders.
     """
@@ -121,15 +121,16 @@ def _spec(module: Any) -> Any:
 class _Finder:
     """The same finder as in the start-up hook, for interpreters without the hook (``-S``, ``pip --target``)."""
 
-    olmo_lns_start_up = False  # True in the start-up hook's finder
+    #: Every finder of this package has this attribute. It is true for the one of the start-up hook.
+    olmo_lns_finder = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not _is_ours(sys.meta_path[0]):
             sys.meta_path.insert(0, self)
-        return start_up(name, path, target)
+        return find_spec(name, path, target)
 
     def path_hook(self, path: str) -> Any:
-        """Put the finder in front again while a framework is imported. It never finds a path."""
+        """Put the finder at the first place again while a framework is imported. It never finds a path."""
         name = os.path.basename(path)
         if name in FRAMEWORKS and name in sys.modules:
             self.find_spec(name)
@@ -137,11 +138,11 @@ class _Finder:
 
 
 def _is_ours(finder: Any) -> bool:
-    return hasattr(finder, "olmo_lns_start_up")
+    return hasattr(finder, "olmo_lns_finder")
 
 
 def install() -> None:
-    """Put a finder in front if the start-up hook did not run. A second call has no effect."""
+    """Put a finder at the first place if the start-up hook did not run. A second call has no effect."""
     if not any(map(_is_ours, sys.meta_path)):
         finder = _Finder()
         sys.meta_path.insert(0, finder)
@@ -248,4 +249,4 @@ def _exists(name: str) -> bool:
 
 def autoload_active() -> bool:
     """Return true if the start-up hook ran in this interpreter (not under ``-S`` or ``-I -S``)."""
-    return any(getattr(finder, "olmo_lns_start_up", False) for finder in sys.meta_path)
+    return any(getattr(finder, "olmo_lns_finder", False) for finder in sys.meta_path)

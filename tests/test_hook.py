@@ -18,7 +18,7 @@ needs_olmo = pytest.mark.skipif(importlib.util.find_spec("olmo") is None, reason
 HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
 BOOT = f"""
 import sys
-if not any(getattr(finder, "olmo_lns_start_up", 0) for finder in sys.meta_path):
+if not any(getattr(finder, "olmo_lns_finder", 0) for finder in sys.meta_path):
     exec({HOOK.read_text()!r})
 """
 

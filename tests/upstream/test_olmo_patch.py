@@ -17,7 +17,7 @@ while hasattr(f, "__wrapped__"):
 print([str(m) for m in olmo.config.LayerNormType].count("lns"), depth, olmo.__file__)
 """
 #: Without the hook's finder, only the patch can load the plugin.
-NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]; "
+NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_finder')]; "
 
 
 @pytest.mark.parametrize("kind", ["installed", "checkout"])

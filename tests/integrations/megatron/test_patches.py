@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[2])
 if sys.argv[1] == "alone":
-    sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, "olmo_lns_start_up")]
+    sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, "olmo_lns_finder")]
 import megatron.core.models.gpt.gpt_model as layer
 from support.megatron_cpu import single_process
 from support import megatron_tiny as tiny
