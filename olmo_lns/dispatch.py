@@ -33,7 +33,7 @@ def integration_of(target: Any) -> Integration:
         return _ANY_MODEL
     package = FRAMEWORKS[framework].integration
     importlib.import_module(package).register()  # the start-up hook may not have run
-    integration: Integration = importlib.import_module(f"{package}.built").INTEGRATION
+    integration: Integration = importlib.import_module(f"{package}.integration").INTEGRATION
     return integration
 
 

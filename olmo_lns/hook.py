@@ -34,7 +34,7 @@ log = logging.getLogger("olmo_lns")
 
 #: Framework module -> a module of this package whose ``register()`` is called after the framework module was executed.
 #: These modules are above the integrations, so no integration may import them.
-MODULES_ABOVE = {"olmo.train": "olmo_lns.diagnostics.monitor"}
+LATE_REGISTRATIONS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
 #: Attribute of every function that replaces an upstream function.
 MARKER = "__olmo_lns_wrapped__"
@@ -176,7 +176,7 @@ def activate(framework: str) -> None:
     warn()
     try:
         importlib.import_module(name).register()
-        for upstream_module in MODULES_ABOVE:
+        for upstream_module in LATE_REGISTRATIONS:
             if upstream_module.partition(".")[0] == framework:
                 on_import(upstream_module, _register_module_above)
     except Exception as error:
@@ -185,7 +185,7 @@ def activate(framework: str) -> None:
 
 
 def _register_module_above(module: ModuleType) -> None:
-    importlib.import_module(MODULES_ABOVE[module.__name__]).register()
+    importlib.import_module(LATE_REGISTRATIONS[module.__name__]).register()
 
 
 def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, needed: bool = True) -> bool:

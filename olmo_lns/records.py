@@ -17,7 +17,7 @@ from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
-__all__ = ["record", "require", "require_fresh", "require_same"]
+__all__ = ["record", "refuse_trained", "require", "require_same"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -137,7 +137,7 @@ def require_same(
     )
 
 
-def require_fresh(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
+def refuse_trained(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
     """Refuse to apply a scheme to a model whose weights were trained without it. All integrations use this rule.
 
     :param trained_part: result of :func:`olmo_lns.initialization.trained_part`, which is ``""`` for fresh weights.

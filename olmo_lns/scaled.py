@@ -72,7 +72,7 @@ class Scaled(PicklableSubclass):
         return replace(self.lns_plan_without_factor, **factor)
 
     @property
-    def lns_factor(self) -> Any:
+    def lns_scale_in_forward(self) -> Any:
         """The factor as a float, or as an equal 0-d tensor on the CPU while torch.compile traces the module.
 
         With a float, Dynamo would compile two graphs. It treats the float of the first block as a constant, and that of
@@ -94,7 +94,7 @@ class ScaledOutput(Scaled):
     lns_how_applied = "outputs multiplied"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
+        return _times(super().forward(*args, **kwargs), self.lns_scale_in_forward)  # type: ignore[misc]
 
 
 class ScaledGainNorm(Scaled):
@@ -106,8 +106,8 @@ class ScaledGainNorm(Scaled):
         """Return ``lns_scale * Norm(x)`` for the only input x of shape (..., width), whatever its argument's name."""
         (x,) = (*inputs, *named_inputs.values())
         if isinstance(x, self.lns_arithmetic.multiplied):
-            return _times(super().forward(x), self.lns_factor)  # type: ignore[misc]
-        return scaled_norm(self, x, self.lns_arithmetic, self.lns_factor, self.lns_backend)
+            return _times(super().forward(x), self.lns_scale_in_forward)  # type: ignore[misc]
+        return scaled_norm(self, x, self.lns_arithmetic, self.lns_scale_in_forward, self.lns_backend)
 
 
 def _forward_name(module: Any) -> str:
@@ -132,7 +132,7 @@ class ScaledForward:
         self.module, self.forward = module, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _times(self.forward(*args, **kwargs), self.module.lns_factor)
+        return _times(self.forward(*args, **kwargs), self.module.lns_scale_in_forward)
 
 
 def _times(output: Any, factor: Any) -> Any:

@@ -24,8 +24,8 @@ def test_each_framework_has_an_integration_and_each_integration_a_row():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_says_how_the_public_functions_treat_its_models(framework):
-    """Its module ``built`` has a subclass of the interface, which adds no method of another name."""
-    tree = ast.parse((PACKAGE / "integrations" / framework / "built.py").read_text(encoding="utf-8"))
+    """Its module ``integration`` has a subclass of the interface, which adds no method of another name."""
+    tree = ast.parse((PACKAGE / "integrations" / framework / "integration.py").read_text(encoding="utf-8"))
     (own,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert [ast.unparse(base) for base in own.bases] == ["Integration"]
     methods = {node.name for node in own.body if isinstance(node, ast.FunctionDef)}

@@ -44,7 +44,7 @@ class Asked(Scaled):
     """The arithmetic that is known for a norm of this name."""
 
     def forward(self, x):
-        return F.rms_norm(x, (D,), self.weight * self.lns_factor, self.variance_epsilon)
+        return F.rms_norm(x, (D,), self.weight * self.lns_scale_in_forward, self.variance_epsilon)
 
 
 @pytest.mark.parametrize("kind", [Stale, Clamped, MayAdd])
@@ -60,7 +60,7 @@ class Promoting(Scaled):
     """Its arithmetic is right and its output is always fp32."""
 
     def forward(self, x):
-        return (self.lns_factor * super().forward(x.to(self.weight.dtype))).float()
+        return (self.lns_scale_in_forward * super().forward(x.to(self.weight.dtype))).float()
 
 
 def test_a_mixin_with_another_output_dtype_is_not_used():

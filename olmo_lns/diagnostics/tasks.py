@@ -13,7 +13,7 @@ from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 
 if TYPE_CHECKING:
-    from olmo_lns.export.opened import Opened
+    from olmo_lns.export.checkpoint import OpenCheckpoint
 
 #: Metrics in order of preference.
 PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
@@ -96,7 +96,7 @@ def with_tasks(result: Measurement, scores: Scores) -> Measurement:
     return replace(result, blocks=columns, details={**result.details, "tasks": scores})
 
 
-def harness_model(opened: Opened, tokenizer: Any, batch_size: int) -> Any:
+def harness_model(opened: OpenCheckpoint, tokenizer: Any, batch_size: int) -> Any:
     """Wrap an opened model for lm-eval.
 
     :raises LNSError: if the model is not a Hugging Face model, or the tokenizer has no end-of-text token.

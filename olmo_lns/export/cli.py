@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
                     f"{folder} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
                     "give it, as in --scheme lns."
                 )
-            known = receipt.of_trained(opened, dtype)
+            known = receipt.measure_trained(opened, dtype)
             stock = convert(opened, output_format, dtype)
             result = (
                 "it is Pre-LN, so nothing was folded" if trained.is_pre_ln else f"{trained} was folded into its weights"

@@ -13,15 +13,15 @@ import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF
+from olmo_lns.export.checkpoint import OpenCheckpoint
 from olmo_lns.export.formats import FORMATS
-from olmo_lns.export.opened import Opened
 from olmo_lns.export.prompts import vocabulary
 from olmo_lns.export.spellings import rewrite_tokenizer
 from olmo_lns.folding import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
 
-def convert(opened: Opened, output_format: str, dtype: torch.dtype | None = None) -> Opened:
+def convert(opened: OpenCheckpoint, output_format: str, dtype: torch.dtype | None = None) -> OpenCheckpoint:
     """Fold an opened checkpoint in place and return the stock model of the output format.
 
     :param output_format: one of the ``outputs`` of the checkpoint's format.
@@ -69,7 +69,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_tokenizer(out: Path, opened: Opened, requested: str | None) -> str:
+def write_tokenizer(out: Path, opened: OpenCheckpoint, requested: str | None) -> str:
     """Save a tokenizer in transformers' format.
 
     :param out: folder of the export.

@@ -11,8 +11,8 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
+from olmo_lns.export.checkpoint import OpenCheckpoint, reporting_load_errors
 from olmo_lns.export.interface import Format
-from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.export.prompts import logits, prompt, vocabulary
 from olmo_lns.export.saved_weights import SavedWeights, require_one_head, widest
 from olmo_lns.export.spellings import rewrite_config
@@ -55,7 +55,7 @@ def _load(loader: Any, path: Path | None, source: Path, *, strict: bool = False,
     return model
 
 
-def with_scheme(opened: Opened, scheme: Scheme) -> Opened:
+def with_scheme(opened: OpenCheckpoint, scheme: Scheme) -> OpenCheckpoint:
     """Apply ``scheme`` to a stock transformers model whose weights were trained with it."""
     from olmo_lns.integrations.transformers import apply
 
@@ -120,7 +120,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def special_tokens(opened: Opened) -> dict[str, int | None]:
+def special_tokens(opened: OpenCheckpoint) -> dict[str, int | None]:
     """Return the ids of the special tokens for a config. An id outside of the vocabulary becomes None."""
     token_ids = {"bos_token_id": None, "eos_token_id": opened.eos_token_id, "pad_token_id": opened.pad_token_id}
     valid_ids = range(vocabulary(opened.model))
@@ -137,7 +137,7 @@ class HuggingFace(Format):
     def recognizes(self, folder: Path) -> bool:
         return (folder / "config.json").exists()
 
-    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+    def open(self, folder: Path, scheme: Scheme | None = None) -> OpenCheckpoint:
         """Open a transformers checkpoint of a stock model type, or of one of this package such as ``lns_llama``.
 
         :param folder: a folder, or a name on the hub. transformers selects the files.
@@ -168,7 +168,7 @@ class HuggingFace(Format):
             require_one_head(saved, model, folder)
         has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
         eos = getattr(config, "eos_token_id", None)
-        opened = Opened(
+        opened = OpenCheckpoint(
             model,
             HF,
             read_back(model),
@@ -181,7 +181,7 @@ class HuggingFace(Format):
         )
         return with_scheme(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
 
-    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    def folded(self, opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> OpenCheckpoint:
         """Fold a transformers model in place and return it as a model of the stock class.
 
         :param dtype: dtype of the weights; None keeps their dtypes.
@@ -195,7 +195,7 @@ class HuggingFace(Format):
             parameter.data = parameter.data.to(dtype or parameter.dtype)
         return replace(opened, model=stock, format=HF, scheme=PRE_LN, config=settings(stock))
 
-    def save(self, opened: Opened, out: Path) -> None:
+    def save(self, opened: OpenCheckpoint, out: Path) -> None:
         """Write the model in transformers' format, with a config that every supported version reads alike."""
         model: Any = opened.model
         model.save_pretrained(out)

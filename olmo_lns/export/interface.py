@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from olmo_lns.export.opened import Opened
+from olmo_lns.export.checkpoint import OpenCheckpoint
 from olmo_lns.schemes import Scheme
 
 
@@ -34,7 +34,7 @@ class Format(ABC):
         """Return true if a folder has the files of a checkpoint of this format."""
 
     @abstractmethod
-    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+    def open(self, folder: Path, scheme: Scheme | None = None) -> OpenCheckpoint:
         """Open a checkpoint on the CPU, under the scheme with which it was trained.
 
         :param scheme: scheme of a checkpoint whose config names none.
@@ -50,14 +50,14 @@ class Format(ABC):
         return None
 
     @abstractmethod
-    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    def folded(self, opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> OpenCheckpoint:
         """Fold the factors of an opened model in place, and return it as a stock model of its framework.
 
         :param dtype: dtype of the weights; None keeps their dtypes.
         :raises LNSConfigError: if the scheme cannot be folded.
         """
 
-    def require_transformers(self, opened: Opened) -> None:
+    def require_transformers(self, opened: OpenCheckpoint) -> None:
         """Check that a stock class of transformers can represent an opened model.
 
         The check need not be complete. It names what the comparison of logits may miss, before any work is done.
@@ -66,14 +66,14 @@ class Format(ABC):
         """
         return
 
-    def to_transformers(self, stock: Opened) -> Opened:
+    def to_transformers(self, stock: OpenCheckpoint) -> OpenCheckpoint:
         """Convert a folded model to a stock model of transformers that computes the same.
 
         :raises LNSConfigError: if the weights do not fit that model, or its logits differ.
         """
         return stock
 
-    def save(self, stock: Opened, out: Path) -> None:
+    def save(self, stock: OpenCheckpoint, out: Path) -> None:
         """Write a folded model as its framework does.
 
         A format that has :meth:`fold_tensors` instead does not override this method.

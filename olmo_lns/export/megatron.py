@@ -13,8 +13,8 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, MEGATRON, huggingface
+from olmo_lns.export.checkpoint import OpenCheckpoint, reporting_load_errors
 from olmo_lns.export.interface import Format
-from olmo_lns.export.opened import Opened, reporting_load_errors
 from olmo_lns.export.saved_weights import widest
 from olmo_lns.export.torch_dist import TRACKER, Saved, read, write
 from olmo_lns.folding import check_finite, multiplied
@@ -126,7 +126,7 @@ class MegatronFormat(Format):
     def recognizes(self, folder: Path) -> bool:
         return any((folder / name).exists() for name in (TRACKER, ".metadata")) or any(folder.glob("iter_*"))
 
-    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+    def open(self, folder: Path, scheme: Scheme | None = None) -> OpenCheckpoint:
         """Open a checkpoint as a Llama under its scheme.
 
         :param scheme: scheme of a checkpoint whose arguments name none.
@@ -140,7 +140,7 @@ class MegatronFormat(Format):
             weights = _llama_weights(saved, values)
         model = huggingface.build(values, weights, folder)
         max_length = values["max_position_embeddings"]
-        stock = Opened(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
+        stock = OpenCheckpoint(model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=max_length)
         stock.dtype = widest(entry.properties.dtype for entry in saved.tensors.values())
         return huggingface.with_scheme(stock, scheme)
 
@@ -168,7 +168,7 @@ class MegatronFormat(Format):
             "--layernorm-scaling."
         )
 
-    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    def folded(self, opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> OpenCheckpoint:
         """Fold the Llama as which a checkpoint was opened."""
         return huggingface.FORMAT.folded(opened, dtype)
 

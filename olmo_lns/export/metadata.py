@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.opened import reporting_load_errors
+from olmo_lns.export.checkpoint import reporting_load_errors
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"  # whose plans Megatron Core saves

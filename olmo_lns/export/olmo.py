@@ -15,9 +15,9 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
+from olmo_lns.export.checkpoint import OpenCheckpoint, load_state, reporting_load_errors
 from olmo_lns.export.interface import Format
 from olmo_lns.export.metadata import load_tensors, read_metadata
-from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.export.prompts import prompt
 from olmo_lns.folding import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
@@ -64,7 +64,7 @@ def _read_by(block: Any, sub_layer: str) -> list[Any]:
     return [getattr(block, name).weight for name in names if hasattr(block, name)]
 
 
-def _hf_config(stock: Opened, is_rms: bool) -> dict[str, Any]:
+def _hf_config(stock: OpenCheckpoint, is_rms: bool) -> dict[str, Any]:
     """Return the settings of the transformers config."""
     model: Any = stock.model
     config = model.config
@@ -139,7 +139,7 @@ class OLMoFormat(Format):
     def recognizes(self, folder: Path) -> bool:
         return (folder / "config.yaml").exists() and any((folder / name).exists() for name in ("model.pt", SHARDED))
 
-    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+    def open(self, folder: Path, scheme: Scheme | None = None) -> OpenCheckpoint:
         """Open an OLMo checkpoint, which may be sharded.
 
         :param folder: folder of the checkpoint.
@@ -164,7 +164,7 @@ class OLMoFormat(Format):
             config.init_device = "cpu"
             model = OLMo(config, init_params=False)
         _load(model, folder)
-        return Opened(
+        return OpenCheckpoint(
             model,
             OLMO,
             scheme_of_type(config.layer_norm_type),
@@ -177,7 +177,7 @@ class OLMoFormat(Format):
             pad_token_id=config.pad_token_id,
         )
 
-    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    def folded(self, opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> OpenCheckpoint:
         """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
 
         :param dtype: dtype of the weights; None keeps their dtypes.
@@ -216,7 +216,7 @@ class OLMoFormat(Format):
         load_state(stock, state, opened.folder)
         return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=_settings(config))
 
-    def require_transformers(self, opened: Opened) -> None:
+    def require_transformers(self, opened: OpenCheckpoint) -> None:
         model: Any = opened.model
         config, is_rms = model.config, _has_rms_norms(model)
         unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
@@ -232,14 +232,14 @@ class OLMoFormat(Format):
                 "Use --format olmo."
             )
 
-    def to_transformers(self, stock: Opened) -> Opened:
+    def to_transformers(self, stock: OpenCheckpoint) -> OpenCheckpoint:
         """Convert a folded model: to an Olmo if its LayerNorm has no weight, or else to a Llama."""
         is_rms = _has_rms_norms(stock.model)
         values, state = _hf_config(stock, is_rms), _hf_weights(stock.model, is_rms)
         hf_model = huggingface.build(values, state, stock.folder, stock.model)
         return replace(stock, model=hf_model, format=HF, config=huggingface.settings(hf_model))
 
-    def save(self, opened: Opened, out: Path) -> None:
+    def save(self, opened: OpenCheckpoint, out: Path) -> None:
         """Write ``config.yaml`` and ``model.pt`` as OLMo does, for stock OLMo."""
         from omegaconf import OmegaConf
 

@@ -14,9 +14,9 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
+from olmo_lns.export.checkpoint import OpenCheckpoint, load_state, reporting_load_errors
 from olmo_lns.export.interface import Format
 from olmo_lns.export.metadata import load_tensors, read_metadata
-from olmo_lns.export.opened import Opened, load_state, reporting_load_errors
 from olmo_lns.export.prompts import prompt
 from olmo_lns.folding import fold_norms
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
@@ -110,7 +110,7 @@ _NAMES = {
 }
 
 
-def _llama_config(opened: Opened) -> dict[str, Any]:
+def _llama_config(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the settings of the Llama config."""
     model: Any = opened.model
     block = next(iter(model.blocks.values()))
@@ -143,7 +143,7 @@ class OLMoCoreFormat(Format):
     def recognizes(self, folder: Path) -> bool:
         return (folder / CONFIG_FILE).exists() and any((folder / name).exists() for name in (WEIGHTS, ".metadata"))
 
-    def open(self, folder: Path, scheme: Scheme | None = None) -> Opened:
+    def open(self, folder: Path, scheme: Scheme | None = None) -> OpenCheckpoint:
         """Open an OLMo-core checkpoint.
 
         :param folder: folder of the checkpoint.
@@ -180,7 +180,7 @@ class OLMoCoreFormat(Format):
             load_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
         data = config.get("dataset") or {}
         tokenizer = data.get("tokenizer") or {}
-        return Opened(
+        return OpenCheckpoint(
             model,
             OLMO_CORE,
             read_back(model),
@@ -193,7 +193,7 @@ class OLMoCoreFormat(Format):
             pad_token_id=tokenizer.get("pad_token_id"),
         )
 
-    def folded(self, opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    def folded(self, opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> OpenCheckpoint:
         """Fold the factors in place and return the model with OLMo-core's stock block config.
 
         :param dtype: dtype of the weights; None keeps their dtypes.
@@ -207,7 +207,7 @@ class OLMoCoreFormat(Format):
         load_state(stock, opened.model.state_dict(), opened.folder)
         return replace(opened, model=stock.to(dtype=dtype), scheme=PRE_LN, config=values)
 
-    def require_transformers(self, opened: Opened) -> None:
+    def require_transformers(self, opened: OpenCheckpoint) -> None:
         model: Any = opened.model
         blocks = list(model.blocks.values())
         unsupported = []  # only what 12 random tokens may not reveal; build() compares the logits
@@ -227,14 +227,14 @@ class OLMoCoreFormat(Format):
                 "Use --format olmo-core."
             )
 
-    def to_transformers(self, stock: Opened) -> Opened:
+    def to_transformers(self, stock: OpenCheckpoint) -> OpenCheckpoint:
         """Convert a folded model to a Llama."""
         model: Any = stock.model
         state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
         llama = huggingface.build(_llama_config(stock), state, stock.folder, model)
         return replace(stock, model=llama, format=HF, config=huggingface.settings(llama))
 
-    def save(self, opened: Opened, out: Path) -> None:
+    def save(self, opened: OpenCheckpoint, out: Path) -> None:
         """Write config.json and the weights as OLMo-core does, for stock OLMo-core."""
         from olmo_core.distributed.checkpoint import save_model_and_optim_state
 

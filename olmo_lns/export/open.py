@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.checkpoint import OpenCheckpoint
 from olmo_lns.export.formats import format_of
-from olmo_lns.export.opened import Opened
 from olmo_lns.schemes import Scheme, parse
 
 
-def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
+def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> OpenCheckpoint:
     """Open a checkpoint on the CPU, in the dtype in which it was saved.
 
     :param folder: a checkpoint folder, or ``owner/name`` on the Hugging Face hub.
@@ -23,7 +23,7 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> O
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
     requested = parse(scheme) if isinstance(scheme, str) else scheme
-    opened: Opened = format_of(folder).open(Path(folder), requested)
+    opened: OpenCheckpoint = format_of(folder).open(Path(folder), requested)
     opened.model.eval()
     if requested is not None and opened.scheme != requested:
         raise LNSConfigError(

@@ -25,7 +25,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
-from olmo_lns.export.opened import Opened
+from olmo_lns.export.checkpoint import OpenCheckpoint
 from olmo_lns.export.prompts import logits, prompt
 from olmo_lns.export.saved_weights import SavedWeights
 
@@ -40,7 +40,7 @@ _ROTARY_TOLERANCE = 1e-4
 _PROMPTS, _LENGTH, _TOKENS = 4, 32, 64
 
 
-def of_trained(opened: Opened, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def measure_trained(opened: OpenCheckpoint, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the entries of a receipt that have to be recorded before the fold.
 
     These are the scheme of the model and its logits for fixed prompts, computed in fp32.
@@ -89,10 +89,10 @@ def _lacks_kernel(error: Exception, model: nn.Module) -> bool:
     )
 
 
-def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
+def write(entries: dict[str, Any], stock: OpenCheckpoint, folder: Path) -> None:
     """Write the receipt of an export.
 
-    :param entries: the result of :func:`of_trained`.
+    :param entries: the result of :func:`measure_trained`.
     :param stock: the exported model.
     :raises LNSConfigError: if the logits of the exported model differ from those of the checkpoint by more than
         rounding.
@@ -105,7 +105,7 @@ def write(entries: dict[str, Any], stock: Opened, folder: Path) -> None:
                 f"Rounding explains at most {allowed:.1e}, and the largest logit is {entries['largest']:.1e}. Pass "
                 "--dtype fp32. If the error remains, report it."
             )
-    entries = {"exported_with": _versions(), **entries, **_of_export(stock, folder)}
+    entries = {"exported_with": _versions(), **entries, **_measure_export(stock, folder)}
     (folder / FILE).write_text(json.dumps(entries), encoding="utf-8")
 
 
@@ -129,14 +129,14 @@ def read(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def compare(entries: dict[str, Any], exported: Opened) -> tuple[list[str], list[str]]:
+def compare(entries: dict[str, Any], exported: OpenCheckpoint) -> tuple[list[str], list[str]]:
     """Compare an export with its receipt.
 
     :param entries: the receipt.
     :param exported: the export, as the installed version of its framework has loaded it.
     :returns: lines for the user, and a line for each difference.
     """
-    found = _of_export(exported, exported.folder)
+    found = _measure_export(exported, exported.folder)
     wrong = [
         f"{name}: found {found[name]}, the exporter wrote {entries[name]}"
         for name in ("dtypes", "tied")
@@ -171,7 +171,7 @@ def compare_checkpoint(entries: dict[str, Any], model: nn.Module) -> list[str]:
     ]
 
 
-def _of_export(stock: Opened, folder: Path) -> dict[str, Any]:
+def _measure_export(stock: OpenCheckpoint, folder: Path) -> dict[str, Any]:
     """Return the dtypes of an export, and for transformers also its tying and its rotary frequencies."""
     dtypes = {str(tensor.dtype) for tensor in stock.model.parameters()}
     entries: dict[str, Any] = {"dtypes": sorted(name.removeprefix("torch.") for name in dtypes)}

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.checkpoint import reporting_load_errors
 from olmo_lns.export.metadata import SafeReader, load_tensors, read_metadata
-from olmo_lns.export.opened import reporting_load_errors
 from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.integrations.megatron.module_names import FUSED_NORM, LAYER
 from olmo_lns.schemes import LNS, PRE_LN, Scheme

@@ -11,10 +11,10 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, receipt
+from olmo_lns.export.checkpoint import OpenCheckpoint
 from olmo_lns.export.convert import convert
 from olmo_lns.export.formats import FORMATS
 from olmo_lns.export.open import open_checkpoint
-from olmo_lns.export.opened import Opened
 from olmo_lns.export.prompts import logits, prompt
 from olmo_lns.export.saved_weights import SavedWeights
 from olmo_lns.schemes import Scheme
@@ -81,7 +81,7 @@ def verify(
 
 
 def _compare(
-    opened: Opened, exported: Opened, length: int, known: dict[str, Any] | None
+    opened: OpenCheckpoint, exported: OpenCheckpoint, length: int, known: dict[str, Any] | None
 ) -> tuple[list[str], list[str]]:
     """Run a checkpoint and its export on the same random tokens, and compare the export with a new fold.
 
@@ -116,7 +116,7 @@ def _compare(
     return lines, differences
 
 
-def _saved_dtypes(exported: Opened) -> dict[str, torch.dtype]:
+def _saved_dtypes(exported: OpenCheckpoint) -> dict[str, torch.dtype]:
     """Return the dtype in which each tensor of an export was saved: name -> dtype.
 
     transformers loads an export in another dtype if a tensor in its files has a wider one, or if its family keeps some

@@ -2,7 +2,7 @@
 
 :class:`Integration` says what ``olmo_lns.apply``, ``olmo_lns.fold`` and ``olmo_lns.plain_initialization`` need of a
 framework. It is complete by itself, as the integration of any PyTorch model. A framework that differs has a subclass in
-its module ``built``, whose instance is called ``INTEGRATION``, and overrides only what differs.
+its module ``integration``, whose instance is called ``INTEGRATION``, and overrides only what differs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     """Run all checks on a block.
 
     :param named_by_user: true if the user named the sites with ``norms=``.
-    :returns: the result of :func:`shares_of_factors`. If the block computes something else in training mode,
+    :returns: the result of :func:`surviving_factors`. If the block computes something else in training mode,
         the smaller result of the two modes, because a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
@@ -44,7 +44,7 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
         check_two_branches(replay, sites_text, effects, effect_of_all)
     check_with_gradients(replay)
     check_under_autocast(replay)
-    shares, in_training = shares_of_factors(replay, neutral), check_in_training(replay, effect_of_all)
+    shares, in_training = surviving_factors(replay, neutral), check_in_training(replay, effect_of_all)
     return {name: min(share, in_training.get(name, share)) for name, share in shares.items()}
 
 
@@ -212,7 +212,7 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
     """Check the same in training mode, and whether a branch ends in a norm there.
 
     :param effect_of_all: the effect of all sites in eval mode.
-    :returns: the result of :func:`shares_of_factors` in training mode. It is empty if the block computes the same there
+    :returns: the result of :func:`surviving_factors` in training mode. It is empty if the block computes the same there
         as in eval mode, apart from dropout.
     """
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
@@ -230,7 +230,7 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
             return {}
         neutral = branches.neutral_branches(replay)
         check_ends_of_branches(replay, f"{replay.sites_text} in training mode", neutral)
-        return shares_of_factors(replay, neutral)
+        return surviving_factors(replay, neutral)
 
 
 def _run_with_all_branches(replay: Replay) -> Result:
@@ -247,7 +247,7 @@ def _run_with_all_branches(replay: Replay) -> Result:
     return replay.run(replay.x, replay.site_names)
 
 
-def shares_of_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
+def surviving_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
     """Return for each site how much of its branch is lost if the output of the norm is halved, as a part of the branch.
 
     The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor. Such a norm is inside of the

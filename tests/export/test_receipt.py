@@ -11,8 +11,8 @@ from support.exports import export, refused, relative, verify
 from support.transformers_models import inputs, stock
 
 from olmo_lns import sites
-from olmo_lns.export.opened import Opened
-from olmo_lns.export.receipt import FILE, of_trained
+from olmo_lns.export.checkpoint import OpenCheckpoint
+from olmo_lns.export.receipt import FILE, measure_trained
 from olmo_lns.integrations.transformers import apply, register
 
 register()
@@ -147,9 +147,9 @@ def test_a_version_that_computes_another_function_is_named(tmp_path, capsys):
 def test_only_a_missing_kernel_leaves_a_receipt_without_logits():
     """A model that runs nowhere must not be exported as one that only does not run here."""
     llama = apply(stock("llama"), trained=True)
-    opened = Opened(llama, "hf", sites.read_back(llama), Path("folder"), max_length=8)
-    assert "logits" in of_trained(opened)
-    assert "not implemented for 'Float8" in of_trained(opened, torch.float8_e4m3fn)["not_run"]
+    opened = OpenCheckpoint(llama, "hf", sites.read_back(llama), Path("folder"), max_length=8)
+    assert "logits" in measure_trained(opened)
+    assert "not implemented for 'Float8" in measure_trained(opened, torch.float8_e4m3fn)["not_run"]
     llama.lm_head = torch.nn.Linear(1, 96)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        of_trained(opened)
+        measure_trained(opened)

@@ -129,7 +129,7 @@ def _locate(
         cancelled=tuple(dict.fromkeys(name for _, each in separately for name in each.cancelled)),
         partly_cancelled=tuple(dict.fromkeys(name for _, each in separately for name in each.partly_cancelled)),
         hooked=tuple(dict.fromkeys(name for end in hooked for name in ends[end])),
-        left=_left(model, stack, found.trace),
+        not_run=_parts_not_run(model, stack, found.trace),
         sites_from="probe" if projections else "norms=",
         projections=projections,
         ran_without_hooks=confirmed.is_residual_stream and not hooked,
@@ -197,20 +197,20 @@ def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Mo
         )
 
 
-def _left(model: nn.Module, stack: Sequence[nn.Module | None], traced: Trace) -> tuple[str, ...]:
+def _parts_not_run(model: nn.Module, stack: Sequence[nn.Module | None], traced: Trace) -> tuple[str, ...]:
     """Return the names of what the example did not run.
 
     These are parts of the model with two norms or more, and single norms in the blocks.
     """
-    left: list[str] = []
+    not_run: list[str] = []
     for name, module in model.named_modules():
         parts = list(module.modules())
         ran = any(part in traced.runs for part in parts)
-        if not ran and traced.norm_count(module) > 1 and not any(name.startswith(f"{outer}.") for outer in left):
-            left.append(name)
+        if not ran and traced.norm_count(module) > 1 and not any(name.startswith(f"{outer}.") for outer in not_run):
+            not_run.append(name)
         elif not list(module.children()) and module not in traced.runs and probe.looks_like_norm(module):
             place = ".".join("*" if part.isdigit() else part for part in name.split("."))
             inside = any(block is not None and module in set(block.modules()) for block in stack)
-            if inside and place not in left:
-                left.append(place)
-    return tuple(left)
+            if inside and place not in not_run:
+                not_run.append(place)
+    return tuple(not_run)

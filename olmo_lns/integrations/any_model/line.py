@@ -40,6 +40,6 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
                 f"to {name} instead"
             )
             break
-    if located.left:
-        line += f"; left as it is, since the example does not run it: {', '.join(located.left)}"
+    if located.not_run:
+        line += f"; left as it is, since the example does not run it: {', '.join(located.not_run)}"
     start_up.write_line(line)

@@ -23,7 +23,7 @@ class Located:
     :param cancelled: names of the norms whose factor is cancelled completely by a later norm.
     :param partly_cancelled: names of the norms whose factor is cancelled by a later norm in a part of the branch.
     :param hooked: names of the norms that need a hook. Without it, PyTorch runs a fused kernel on their weights.
-    :param left: names of the parts of the model that the example did not run.
+    :param not_run: names of the parts of the model that the example did not run.
     :param sites_from: ``probe`` if every block was run and reads its stream through these norms only, or else where
         the norms are from: ``norms=`` or ``the config``.
     :param projections: the residual output projections of each block. It is empty if they were not determined.
@@ -38,7 +38,7 @@ class Located:
     cancelled: tuple[str, ...] = ()
     partly_cancelled: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
     sites_from: str = "probe"
     projections: tuple[Mapping[str, int], ...] = ()
     ran_without_hooks: bool = False

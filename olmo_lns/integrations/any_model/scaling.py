@@ -51,7 +51,7 @@ def attach(
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
         source = getattr(model, "name_or_path", "") or type(model).__name__
-        records.require_fresh(trained_part, scheme, source=source, trained=trained)
+        records.refuse_trained(trained_part, scheme, source=source, trained=trained)
     measured: list[tuple[str, ...]] = [("sites",)] if located.sites_from == "probe" else []
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         if located.projections:

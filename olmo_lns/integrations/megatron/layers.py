@@ -89,7 +89,7 @@ def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | Non
         by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
         kind = type(model).__name__
         part = trained_part(by_sub_layer, matrices_of(layers))
-        records.require_fresh(part, selection.scheme, source=kind, trained=trained)
+        records.refuse_trained(part, selection.scheme, source=kind, trained=trained)
     by_norm: list[tuple[str, ...]] = []
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:

@@ -45,10 +45,10 @@ class ScaledGainLinear(Scaled):
         gain, bias = self.layer_norm_weight, getattr(self, "layer_norm_bias", None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
         attributes["layer_norm_weight"] = scaled_parameter(
-            gain, self.lns_factor, dtype=gain.dtype, zero_centered=centered
+            gain, self.lns_scale_in_forward, dtype=gain.dtype, zero_centered=centered
         )
         if bias is not None:
-            attributes["layer_norm_bias"] = scaled_parameter(bias, self.lns_factor, dtype=bias.dtype)
+            attributes["layer_norm_bias"] = scaled_parameter(bias, self.lns_scale_in_forward, dtype=bias.dtype)
         if centered:  # scaled_parameter returns s * (1 + gain), as s * (1 + gain) - 1 would lose digits
             attributes["zero_centered_gamma"] = False
         try:

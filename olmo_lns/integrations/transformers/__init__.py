@@ -58,10 +58,10 @@ def apply(
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
-    from olmo_lns.integrations.transformers import built
+    from olmo_lns.integrations.transformers import integration
 
     register()
-    built.apply(
+    integration.apply(
         model,
         as_scheme(scheme),
         blocks=blocks,
@@ -88,7 +88,7 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    from olmo_lns.integrations.transformers import built
+    from olmo_lns.integrations.transformers import integration
 
-    built.fold(model, dtype, example)
+    integration.fold(model, dtype, example)
     return model

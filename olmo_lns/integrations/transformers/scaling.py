@@ -13,9 +13,9 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
-from olmo_lns import initialization as drawing
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.initialization import Initialization, make_plain, measure
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
@@ -121,10 +121,10 @@ def locate_and_scale(
         measured = any_model.attach(model, located, scheme, arithmetic_of, trained_part=part, trained=trained)
         with _without_cache(model):
             any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
-        found, is_removed = judge_initialization(model, located, initialization, part)
+        found, is_removed = decide_initialization(model, located, initialization, part)
     if is_removed:
-        drawing.make_plain(model, found)
-        found = drawing.measure(model)
+        make_plain(model, found)
+        found = measure(model)
     keeps = "upstream" in (initialization, getattr(model.config, "lns_initialization", ""))
     text = f"scaled initialization on ({found.values})" if found and found.is_scaled and keeps else str(found or "")
     for _, norm, _ in sites.in_model(model):
@@ -207,9 +207,9 @@ def located_by_names(model: Any, norms: dict[str, Any]) -> Located:
     )
 
 
-def judge_initialization(
+def decide_initialization(
     model: Any, located: Located, initialization: str | None, trained_part: str
-) -> tuple[drawing.Initialization | None, bool]:
+) -> tuple[Initialization | None, bool]:
     """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
     The factor is removed if the family's own initialization draws it. Any other factor was put there by somebody else,
@@ -222,7 +222,7 @@ def judge_initialization(
     """
     if trained_part:  # such as weights that load_state_dict filled
         return None, False
-    found = drawing.measure(model)
+    found = measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in DEPTH_SCALED
     if initialization == "plain" and found.rule == "" and is_known and _rule_of_family(model, located) == "":
         raise MeasurementError(
@@ -242,4 +242,4 @@ def _rule_of_family(model: Any, located: Located) -> str | None:
     copies = nn.ModuleList(copy.deepcopy(block) for block in dict.fromkeys((blocks[0], blocks[-1])))
     with any_model.undisturbed(model):  # the launch keeps its random state
         copies.apply(lambda module: draw._init_weights(model, module))
-    return drawing.measure(copies).rule
+    return measure(copies).rule

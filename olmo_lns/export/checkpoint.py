@@ -17,7 +17,7 @@ from olmo_lns.schemes import Scheme
 
 
 @dataclass
-class Opened:
+class OpenCheckpoint:
     """A model that was opened from a checkpoint, in evaluation mode.
 
     :param model: a model of the framework's class. For Megatron it is a Llama of transformers.
