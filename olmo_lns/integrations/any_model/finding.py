@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -62,11 +63,23 @@ def locate(
 
             blocks, norms = tree_map_only(nn.Module, same, (blocks, norms), is_leaf=_is_module)
             model, example = copied, shadow.to_device(example, device)
+        else:
+            _refuse_nan(model)  # the blocks are confirmed with random weights, which do not show it
         try:
             return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
         except LNSConfigError:
             check_finite(model.named_parameters())  # NaN in the stream looks like a stream that bypasses the norms
             raise
+
+
+def _refuse_nan(model: nn.Module) -> None:
+    """Refuse weights of NaN. Infinite ones may be on purpose, such as a mask that is a parameter."""
+    summable = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        # The sum is cheap, and it is NaN if one number is.
+        if weight.dtype in summable and torch.isnan(weight.sum()) and torch.isnan(weight).any():
+            check_finite([(name, weight)])
 
 
 def _as_list(value: Any) -> Any:
