@@ -71,7 +71,10 @@ def check_other_norms_are_read(replay: Replay) -> None:
     """Check that each norm which is not a site has an effect on some output of the block."""
     for name in [name for name in replay.norms if name not in replay.site_names]:
         outputs = replay.all_outputs({}), replay.all_outputs({replay.norms[name]: roll_channels})
-        if all(replay.is_equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True)):
+        is_unchanged = len(outputs[0]) == len(outputs[1]) and all(
+            replay.is_equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True)
+        )
+        if is_unchanged:
             raise NotPreLN(
                 f"its norm {name} runs without any effect, as if its branch were switched off; its factor would "
                 "be missing once the branch is switched on"

@@ -1,4 +1,7 @@
-"""Copy a block for the probe, which never runs the original.
+"""Copy a block for the probe.
+
+The probe runs the copy. Later the blocks of the model run with the parameters of the copy
+(:mod:`olmo_lns.whole_model.confirmation`).
 
 The copy has random parameters, because a gate or an output projection that starts at zero would hide the branch behind
 it. It is in evaluation mode, and in fp32 where the kernels of the block allow it.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from olmo_lns.probe.call import Call, code_of_the_block, hooks, stream_of
+from olmo_lns.probe.call import BlockFailed, Call, code_of_the_block, hooks, stream_of
 from olmo_lns.probe.copies import closed_gates, set_training
 from olmo_lns.probe.recognize import normalized_input
 from olmo_lns.response import first_output, replace_first
@@ -129,14 +129,14 @@ class Replay:
         """Return the output of a norm in which the frozen tensor replaces what the norm computed.
 
         :param x: the stream before the block.
-        :param inputs: receives the input of the norm minus ``x``, or the input of a norm that does not read the stream.
+        :param inputs: receives the input of the norm by its name, minus ``x`` if the norm reads the stream.
         :param args, kwargs, output: those of the norm's call.
         """
         value, y, frozen = normalized_input(args, kwargs), first_output(output), self.frozen[name]
         if y.numel() != frozen.numel():  # training may run a branch on a part of the batch
             return replace_first(output, frozen[: len(y)].reshape(y.shape).clone())
         reads_stream = name in self.norms and value.numel() == x.numel()
-        inputs[name] = self.as_stream(name, value) - x.detach().double() if reads_stream else value
+        inputs[name] = (self.as_stream(name, value) - x.detach().double() if reads_stream else value).detach()
         return replace_first(output, frozen.reshape(y.shape).clone())
 
     def delta(self, changes: Mapping[nn.Module, Change] | None = None) -> torch.Tensor:
@@ -162,7 +162,10 @@ class Replay:
 
         :param change: the function that is applied to each output; the default is :func:`roll_channels`.
         """
-        return self.delta(dict.fromkeys(modules, change or roll_channels)) - self.reference_delta
+        delta = self.delta(dict.fromkeys(modules, change or roll_channels))
+        if delta.shape != self.reference_delta.shape:
+            raise BlockFailed(f"its output has the shape {tuple(delta.shape)} once another output of a norm is changed")
+        return delta - self.reference_delta
 
     def inputs_of(
         self,

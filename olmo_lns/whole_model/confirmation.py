@@ -1,4 +1,4 @@
-"""Confirm in one forward of the model that each block does what the probed block of its structure does.
+"""Confirm in one forward for each mode that every block does what the probed block of its structure does.
 
 The probe examines one block of each structure, with random parameters and while its sites are frozen. Here the whole
 model runs while every block has these parameters and frozen sites. A block is confirmed if it adds to its stream what
@@ -38,10 +38,10 @@ class Confirmation:
 
 
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
-    """Return true if the blocks can run in the model as the probe ran them, in fp32 and with the stream as output."""
+    """Return true if the blocks can run in the model as the probe ran them: in fp32, and if they return the stream."""
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     return (
-        len(blocks) == len(replays)
+        len(blocks) == len(replays) > 0
         and all(replay.dtype == torch.float32 and replay.returns_stream for replay in replays.values())
         and all((call := trace.calls.get(block)) is not None and not call.is_change for block in blocks)
         and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
@@ -64,8 +64,9 @@ def confirming(
     confirmation = Confirmation()
     before: dict[nn.Module, torch.Tensor] = {}  # block -> the stream before it
     inputs: dict[nn.Module, dict[str, torch.Tensor]] = {block: {} for block in blocks}
-    returned: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
     passed: list[bool] = []
+    returned: set[nn.Module] = set()
 
     def moved(stream: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(stream.shape, generator=generator, device="cpu")
@@ -74,25 +75,27 @@ def confirming(
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replay, place = replays[block], trace.calls[block].place  # type: ignore[union-attr]
         stream = kwargs[place] if isinstance(place, str) else args[place]
-        passed.append(not returned or is_same(returned[-1], stream))
-        before[block] = stream.detach() if returned else moved(stream)
-        x = before[block].clone().requires_grad_(trains)
-        args, kwargs = (args, {**kwargs, place: x}) if isinstance(place, str) else (_with(args, place, x), kwargs)
-        probe.seed_generators(x.device, replay.call.seed)
+        passed.append(not last or is_same(last.pop(), stream))
+        before[block] = stream.detach().clone() if returned else moved(stream)
+        probe.seed_generators(stream.device, replay.call.seed)
         with torch.set_grad_enabled(trains):
+            x = before[block].clone().requires_grad_(trains).clone()  # no leaf, since the block may change it in place
+            args, kwargs = (args, {**kwargs, place: x}) if isinstance(place, str) else (_with(args, place, x), kwargs)
             output = forward(*args, **kwargs)
         if (stream := probe.stream_of(output)) is None:
             return output
         delta = stream.detach().double() - before[block].double()
-        found = [inputs[block][name] for name in replay.site_names if name in inputs[block]]
+        read = inputs.pop(block)
+        found = [read[name] for name in replay.site_names if name in read]
         if replay.is_result((delta, found), trains=trains):
             confirmation.blocks.add(block)
-        returned.append(moved(stream))
-        return replace_stream(output, returned[-1])
+        returned.add(block)
+        last.append(moved(stream))
+        return replace_stream(output, last[-1].clone())
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if block not in before:  # another module runs the norm
+        if block not in before or block not in inputs:  # another module runs the norm
             return output
         return replays[block].freeze(name, before[block], inputs[block], args, kwargs, output)
 

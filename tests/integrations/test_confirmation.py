@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import olmo_lns
 from olmo_lns import sites
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations.any_model import finding
 
 X = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(1))
 
@@ -22,11 +23,11 @@ class Counting(Stack):
         return super().forward(x)
 
 
-def test_a_model_in_fp32_runs_three_times():
-    """Once to find its blocks, and once in each mode. The state of the model is restored, so the class counts."""
+def test_a_model_in_fp32_runs_five_times():
+    """To find its blocks, in each mode, and with and without hooks. The state is restored, so the class counts."""
     Counting.forwards = 0
     model = olmo_lns.apply(Counting(), example=X)
-    assert Counting.forwards == 3
+    assert Counting.forwards == 5
     assert len(list(sites.in_model(model))) == 8
 
 
@@ -146,3 +147,79 @@ def test_a_gate_at_zero_is_open_only_while_the_model_is_measured():
 def test_norms_of_other_blocks_without_gain_are_found_as_well():
     model = olmo_lns.apply(Stack(lambda: Block(norm=lambda d: nn.LayerNorm(d, elementwise_affine=False))), example=X)
     assert [site.layer_number for _, _, site in sites.in_model(model)] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+class Between(Stack):
+    """A model that changes its stream in place between two blocks."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x)
+            self.change(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.detach().clamp_(-3, 3),
+        lambda x: x.detach().div_(x.norm(dim=-1, keepdim=True)),
+        lambda x: x.detach().copy_(F.layer_norm(x, (D,))),
+    ],
+    ids=["clamp", "divide", "normalize"],
+)
+def test_a_stream_that_is_changed_in_place_between_the_blocks_is_refused(change):
+    with pytest.raises(LNSError):
+        olmo_lns.apply(Between(change), example=X)
+
+
+class InPlace(Block):
+    def forward(self, x):
+        x += self.attn(self.n1(x))
+        x += self.mlp(self.n2(x))
+        return x
+
+
+def test_blocks_that_add_to_their_stream_in_place_are_confirmed_in_both_modes(monkeypatch):
+    separate = []
+    monkeypatch.setattr(finding, "require_residual_stream", lambda *_: separate.append(True))
+    model = olmo_lns.apply(Stack(InPlace), example=X)
+    assert len(list(sites.in_model(model))) == 8 and not separate
+
+
+class Unseen(nn.Module):
+    """A model without a module for a block, whose code bypasses the norms unless they have a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(8))
+        self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(8))
+
+    def forward(self, x):
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            y = (
+                norm(x)
+                if norm._forward_hooks or norm._forward_pre_hooks
+                else F.layer_norm(x, (D,), norm.weight, norm.bias)
+            )
+            x = x + linear(y)
+        return x
+
+
+def test_a_fused_kernel_is_noticed_where_no_block_is_probed():
+    model = Unseen()
+    with pytest.raises(LNSError, match="outside of its blocks"):
+        olmo_lns.apply(model, norms=[*zip(model.norms[::2], model.norms[1::2], strict=True)], example=X)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value):
+    model = Stack()
+    with torch.no_grad():
+        model.layers[1].up.weight[0, 0] = value
+    with pytest.raises(LNSError, match="layers.1.up.weight holds NaN or infinite values"):
+        olmo_lns.apply(model, example=X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -25,6 +26,8 @@ from olmo_lns.whole_model.stream import require_residual_stream
 from olmo_lns.whole_model.trace import Trace
 from olmo_lns.whole_model.training import require_same_in_training, trace_in_training
 from olmo_lns.whole_model.user_norms import check_user_norms
+
+log = logging.getLogger("olmo_lns")
 
 
 def locate(
@@ -63,23 +66,11 @@ def locate(
 
             blocks, norms = tree_map_only(nn.Module, same, (blocks, norms), is_leaf=_is_module)
             model, example = copied, shadow.to_device(example, device)
-        else:
-            _refuse_nan(model)  # the blocks are confirmed with random weights, which do not show it
         try:
             return _locate(model, forward(model, example), blocks, norms, weights, arithmetic_of)
         except LNSConfigError:
             check_finite(model.named_parameters())  # NaN in the stream looks like a stream that bypasses the norms
             raise
-
-
-def _refuse_nan(model: nn.Module) -> None:
-    """Refuse weights of NaN. Infinite ones may be on purpose, such as a mask that is a parameter."""
-    summable = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for name, parameter in model.named_parameters():
-        weight = parameter.detach()
-        # The sum is cheap, and it is NaN if one number is.
-        if weight.dtype in summable and torch.isnan(weight.sum()) and torch.isnan(weight).any():
-            check_finite([(name, weight)])
 
 
 def _as_list(value: Any) -> Any:
@@ -105,6 +96,12 @@ def _locate(
     with undisturbed(model):
         if norms is None:
             found = find_blocks(model, run, blocks)
+            if not all(
+                bool(torch.isfinite(found.trace.outputs[block].sum()))
+                for block in found.blocks
+                if block in found.trace.outputs
+            ):
+                check_finite(model.named_parameters())  # the probe has weights of its own, which do not show it
             pairs: list[tuple[nn.Module, ...] | None] = [None] * len(found.blocks)
             stack: list[nn.Module | None] = [*found.blocks]
         else:
@@ -145,7 +142,6 @@ def _locate(
         not_run=_parts_not_run(model, stack, found.trace),
         sites_from="probe" if projections else "norms=",
         projections=projections,
-        ran_without_hooks=confirmed.is_residual_stream and not hooked,
     )
 
 
@@ -174,7 +170,7 @@ def _confirm(
 ) -> tuple[Confirmation, Trace | None]:
     """Run the model once in eval mode and once in training mode, and confirm what the probed blocks show.
 
-    :param traces: observe the forward in training mode.
+    :param traces: return what was observed in training mode.
     :returns: the blocks that were confirmed in both modes, and the observation, which is None if the forward failed or
         a block did something else in it.
     """
@@ -184,14 +180,16 @@ def _confirm(
     try:
         with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
             run()
-    except (LNSConfigError, RuntimeError, TypeError):  # it does not run on random weights, or takes no others
+    except (LNSConfigError, RuntimeError, TypeError) as error:  # the model refuses such weights, or a replaced forward
+        log.debug("the blocks are examined one by one, since the model does not run with other weights: %s", error)
         return Confirmation(), None
     try:
         with undisturbed(model):
             probe.set_training(model, True)
             with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
                 trace = trace_in_training(model, run)
-    except (LNSConfigError, RuntimeError, TypeError):  # it needs labels, or writes to its weights
+    except (LNSConfigError, RuntimeError, TypeError) as error:  # it needs labels, or writes to its weights
+        log.debug("the blocks are examined one by one, since the model does not run in training mode: %s", error)
         return Confirmation(is_residual_stream=in_eval.is_residual_stream), None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
     return confirmed, trace if traces and in_training.is_residual_stream else None

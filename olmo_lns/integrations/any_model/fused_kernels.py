@@ -7,12 +7,10 @@ hooks are compared.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any, Callable, Mapping
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from olmo_lns import probe, shadow, sites
@@ -79,30 +77,21 @@ def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arith
 def check_without_hooks(model: nn.Module, located: Located, example: Any = None) -> None:
     """Check that the whole model calls its scaled norms, and does not replace them by a fused kernel.
 
-    The model runs without hooks on its norms, since such a kernel is not used for a norm with a hook. If each norm was
-    called once, no kernel has replaced it. Otherwise the output of the model is compared with its output while hooks
-    that change nothing are registered. A model without weights cannot be run and is not checked. A model that ran in
-    this way while its norms were found is not run again.
+    Such a kernel is not used for a norm with a hook. The output of the model without hooks is therefore compared with
+    its output with hooks that change nothing. A model without weights cannot be run and is not checked.
 
     :raises MeasurementError: if the two outputs differ.
     """
-    if located.ran_without_hooks or not is_first_process() or any(map(shadow.has_no_values, model.parameters())):
+    if not is_first_process() or any(map(shadow.has_no_values, model.parameters())):
         return
     run = forward(model, example)
     norms = [model.get_submodule(name) for names in located.norms for name in names]
     is_single = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
     tolerance = probe.SAME if is_single else probe.SAME_HALF
 
-    called: Counter[nn.Module] = Counter()
-
-    def count(module: nn.Module, args: Any) -> None:
-        called[module] += 1
-
     def output(*, hooked: bool) -> list[torch.Tensor]:
-        # Without hooks on the norms, a hook of all modules counts. The kernels do not look at it.
-        counting = [] if hooked else [register_module_forward_pre_hook(count)]
         handles = [norm.register_forward_hook(_change_nothing) for norm in norms if hooked]
-        with probe.hooks([*counting, *handles]), undisturbed(model):
+        with probe.hooks(handles), undisturbed(model):
             torch.manual_seed(0)
             leaves = tree_leaves(_plain(run()))
         return [leaf.detach().double() for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point()]
@@ -111,10 +100,7 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
         pairs = zip(some, others, strict=False)
         return all(a.shape == b.shape and float((a - b).norm()) <= tolerance * float(b.norm()) for a, b in pairs)
 
-    without = output(hooked=False)
-    if all(called[norm] == 1 for norm in norms):
-        return
-    hooked = output(hooked=True)
+    without, hooked = output(hooked=False), output(hooked=True)
     # If two forwards with hooks differ as well, the model has a state that each forward changes. It is not compared.
     if not same(without, hooked) and same(hooked, output(hooked=True)):
         raise MeasurementError(

@@ -27,7 +27,6 @@ class Located:
     :param sites_from: ``probe`` if every block was run and reads its stream through these norms only, or else where
         the norms are from: ``norms=`` or ``the config``.
     :param projections: the residual output projections of each block. It is empty if they were not determined.
-    :param ran_without_hooks: true if the model was run without hooks on its norms, and called each of them.
     """
 
     path: str
@@ -41,7 +40,6 @@ class Located:
     not_run: tuple[str, ...] = ()
     sites_from: str = "probe"
     projections: tuple[Mapping[str, int], ...] = ()
-    ran_without_hooks: bool = False
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks of a model. For a block that is not a module, return the parent of its first norm."""
