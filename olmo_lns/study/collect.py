@@ -51,8 +51,10 @@ def read_results(path: Path) -> pd.DataFrame:
         )
     content = path.read_bytes()
     try:
-        if not content.endswith(b"\n") or b"\0" in content:
-            raise ValueError("its last row was cut, or it has NUL bytes")
+        if b"\0" in content:
+            raise ValueError("it has NUL bytes")
+        if not content.endswith(b"\n"):  # the last number may be cut, too
+            raise ValueError("its last row has no line end, as if the file was cut")
         table = pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
         table[_NUMBERS] = table[_NUMBERS].apply(pd.to_numeric)  # a second header has words there
         if table["run"].isna().any() or table["run"].duplicated().any():

@@ -35,10 +35,7 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
     for name, module in model.named_modules():
         is_inner = name and "transformers.modeling_utils" in [base.__module__ for base in type(module).__mro__]
         if is_inner and all(norm.startswith(f"{name}.") for names in located.norms for norm in names):
-            line += (
-                f"; the config of {name} does not name the scheme: if you save {name} without the whole model, apply "
-                f"to {name} instead"
-            )
+            line += f"; the config of {name} does not name the scheme: to save this part alone, apply the scheme to it"
             break
     if located.not_run:
         line += f"; left as it is, since the example does not run it: {', '.join(located.not_run)}"
