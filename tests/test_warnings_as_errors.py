@@ -4,6 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from support.other_models import IDS, Model
+
+import olmo_lns
 
 pytest.importorskip("transformers")
 
@@ -50,3 +54,34 @@ def test_nothing_of_the_package_warns(tmp_path):
     done = run(BUILD + TRANSFORMERS + ANY_MODEL + COMMANDS, tmp_path)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stdout[-1000:] + done.stderr[-3000:]
     assert "PASS" in done.stdout
+
+
+def built_olmo():
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from support import olmo_models
+
+    return olmo_models.build(perturb=False, layer_norm_type="rms"), olmo_models.tokens()
+
+
+def built_gpt2():
+    import transformers
+
+    sizes = dict(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=16)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.arange(8)[None]
+
+
+def built_with_weight_norm():
+    """A parametrized matrix is computed anew at each access, with a gradient."""
+    model = Model()
+    torch.nn.utils.parametrizations.weight_norm(model.layers["1"].up)
+    return model, IDS
+
+
+@pytest.mark.filterwarnings("error", "ignore:register_new_resolver:UserWarning")  # of stock OLMo
+@pytest.mark.parametrize("build", [built_olmo, built_gpt2, built_with_weight_norm])
+def test_a_model_whose_weights_require_a_gradient_is_scaled_and_folded_without_a_warning(build):
+    model, example = build()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    olmo_lns.apply(model, example=example)
+    olmo_lns.require(model, olmo_lns.record(model))
+    olmo_lns.fold(model, example=example)

@@ -1,6 +1,7 @@
 """The monitor in OLMo's Trainer: its rows equal fp64, and the training is the same to the bit."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,6 +142,16 @@ def test_equal_rows_of_two_attempts_are_kept_once_and_in_order(tmp_path, trainer
     Monitor(trainer, 100, path)
     again = [row.replace("0.5", "0.6") for row in rows[2:]]
     assert path.read_text() == "\n".join([head, *rows[:2], *again, ""])
+
+
+def test_a_long_file_is_resumed_in_linear_time(tmp_path, trainer):
+    path, head = tmp_path / "lns_variance.csv", ",".join(COLUMNS)
+    rows = [f"{step},{block},0.5,0.7,2,10" for step in range(1, 20_001) for block in (1, 2)]
+    path.write_text("\n".join([head, *rows, *rows[10_000:], ""]))
+    trainer.global_step, begun = 15_000, time.process_time()
+    Monitor(trainer, 1, path)
+    assert time.process_time() - begun < 2
+    assert path.read_text() == "\n".join([head, *rows[:30_000], ""])
 
 
 @pytest.mark.parametrize("content", ["", "\0" * 512, "step,blo"])

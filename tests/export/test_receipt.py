@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.diagnostic_models import LLAMA_LIKE
 from support.exports import export, refused, relative, verify
 from support.transformers_models import inputs, stock
 
@@ -128,6 +129,41 @@ def test_either_spelling_is_enough(lost, exports, tmp_path):
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
         assert relative(found(**inputs("llama")).logits, expected(**inputs("llama")).logits) == 0
+
+
+#: Family -> what gives its model a base of 5e5 and rotates half of each head.
+OTHER_NAMES = {
+    "gpt_neox": dict(rotary_emb_base=5e5, rotary_pct=0.5),
+    "stablelm": dict(rope_theta=5e5, partial_rotary_factor=0.5),
+    "nemotron": dict(rope_theta=5e5, partial_rotary_factor=0.5),
+}
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_either_spelling_of_another_family_is_enough(family, tmp_path):
+    settings = OTHER_NAMES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING[family](**{**LLAMA_LIKE, **settings})
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    model = apply(model.eval(), initialization="upstream", trained=True)
+    model.save_pretrained(tmp_path / "lns")
+    assert export(tmp_path / "lns", tmp_path / "out") == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings.items() <= written.items()
+    spellings = [("rope_parameters",)]
+    if transformers.__version__ >= "5":  # version 4 does not read rope_parameters
+        spellings.append(("rope_theta", "rope_scaling", *settings))
+    with torch.no_grad():
+        expected = model(**inputs("llama")).logits
+        for lost in spellings:
+            kept = {name: value for name, value in written.items() if name not in lost}
+            (tmp_path / "out" / "config.json").write_text(json.dumps(kept))
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+            assert relative(loaded(**inputs("llama")).logits, expected) <= 1e-5, lost
 
 
 def test_stock_loaders_see_no_other_file(exports):

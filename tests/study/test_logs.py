@@ -269,6 +269,16 @@ def test_a_log_with_other_messages_between_the_steps_is_read_in_linear_time(tmp_
     assert read(tmp_path, first + "starts again\n" + again).losses == {10: 3.0, 20: 2.9, 40: 2.9}
 
 
+@pytest.mark.parametrize("log", [olmo_log, megatron_log])
+def test_many_attempts_are_read_and_averaged_in_linear_time(tmp_path, log):
+    """300 attempts of 100 steps, each of which repeats the last 10 steps of the one before."""
+    begun = time.process_time()
+    texts = (log({step: 3.0 for step in range(90 * first + 1, 90 * first + 101)}, total=27_010) for first in range(300))
+    curve = read(tmp_path, *texts)
+    assert curve.is_done and curve.final(1.0) == (3.0, 27_010)
+    assert time.process_time() - begun < 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -177,6 +177,8 @@ def scheme_class(stock: Any) -> Any:
 
 def restore_stock_class(model: Any) -> None:
     """Give a model whose factors were folded, and its config, their stock classes and names."""
+    if registered := vars(type(model)).get("_auto_class"):  # transformers saves the code of such a class
+        model.lns_made_of.register_for_auto_class(registered)
     model.__class__ = model.lns_made_of
     config: Any = model.config
     if not hasattr(config, "lns_made_of"):

@@ -1,5 +1,7 @@
 """A checkpoint's config.yaml is its record: no resume loses the scheme, and nothing of ours is in the folder."""
 
+import re
+
 import pytest
 import torch
 from olmo.checkpoint import FullCheckpointer
@@ -78,12 +80,20 @@ def test_resuming_with_another_setting_is_refused(tmp_path, monkeypatch, caplog,
     assert trainer.loaded and "Loading it anyway" in caplog.text
 
 
-def test_apply_in_a_loop_of_ones_own_is_named_in_the_saved_config_and_compared(tmp_path):
-    kind, folder = "lns_rms:exponent=0.25", tmp_path / "step1-unsharded"
-    save_model(folder, olmo_lns.apply(build(layer_norm_type="rms"), "lns:exponent=0.25", trained=True))
+@pytest.mark.parametrize(
+    ("base", "scheme", "kind"),
+    [
+        ("rms", "lns:exponent=0.25", "lns_rms:exponent=0.25"),
+        ("default", "lns", "lns_default"),
+        ("low_precision", "lns:exponent=0.75", "lns_low_precision:exponent=0.75"),
+    ],
+)
+def test_apply_in_a_loop_of_ones_own_is_named_in_the_saved_config_and_compared(base, scheme, kind, tmp_path):
+    folder = tmp_path / "step1-unsharded"
+    save_model(folder, olmo_lns.apply(build(layer_norm_type=base), scheme, trained=True))
     assert TrainConfig.load(str(folder / "config.yaml")).model.layer_norm_type == kind
-    with pytest.raises(CheckpointMismatchError, match=r"its config says lns:exponent=0\.25, but this run has preln"):
-        Running("rms").restore_checkpoint(folder, load_optimizer_state=False)
+    with pytest.raises(CheckpointMismatchError, match=rf"its config says {re.escape(scheme)}, but this run has preln"):
+        Running(base).restore_checkpoint(folder, load_optimizer_state=False)
     (running := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
     assert running.loaded
 

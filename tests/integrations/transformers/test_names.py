@@ -7,7 +7,18 @@ import json
 import pytest
 import torch
 from support import forked
-from support.transformers_models import MODELS, hooked, inputs, read_config, rows, same, stock, tokenizer, trainer
+from support.transformers_models import (
+    MODELS,
+    config,
+    hooked,
+    inputs,
+    read_config,
+    rows,
+    same,
+    stock,
+    tokenizer,
+    trainer,
+)
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.transformers import apply, fold, register
@@ -68,6 +79,52 @@ def test_label_smoothing_trains_and_evaluates_the_next_token(kind, lora, tmp_pat
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def with_head(name):
+    """A stock Llama with another head, whose matrices are large enough that its blocks do something."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"Llama{name}")(config("llama", num_labels=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def answers(output, row):
+    """The mean loss of the first and the last token of an answer, which transformers does not smooth."""
+    starts, ends = (each.log_softmax(-1) for each in (output.start_logits, output.end_logits))
+    both = zip(starts, ends, row["start_positions"], row["end_positions"], strict=True)
+    return -torch.stack([start[first] + end[last] for start, end, first, last in both]).mean().item() / 2
+
+
+def classes(output, row):
+    """Smoothed with 0.1, each class at its own place."""
+    log_p = output.logits.log_softmax(-1).flatten(0, -2)
+    loss = -log_p.gather(-1, row["labels"].reshape(-1, 1)).squeeze(-1)
+    return (0.9 * loss - 0.1 * log_p.mean(-1)).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("head", "labels", "loss"),
+    [
+        ("ForQuestionAnswering", {"start_positions": (4,), "end_positions": (4,)}, answers),
+        ("ForSequenceClassification", {"labels": (4,)}, classes),
+        ("ForTokenClassification", {"labels": (4, 8)}, classes),
+    ],
+)
+def test_a_trainer_finds_the_labels_of_another_head_and_shifts_none(head, labels, loss, tmp_path):
+    """It finds the names of labels by ``QuestionAnswering`` in the name of the class, too."""
+    row = {name: torch.randint(0, 3, shape) for name, shape in labels.items()}
+    row["input_ids"] = torch.randint(2, 97, (4, 8))
+    reference = hooked("llama", with_head(head))
+    with torch.no_grad():
+        expected = loss(reference(input_ids=row["input_ids"]), row)
+    run = trainer(apply(with_head(head), trained=True), tmp_path, label_smoothing_factor=0.1)
+    run.eval_dataset = [{name: value[number] for name, value in row.items()} for number in range(4)]
+    assert run.label_names == [*labels]
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_pipeline_generates_without_a_message_and_takes_a_folder(tmp_path, capfd):
     model = apply(stock("llama"), trained=True)
     model.save_pretrained(tmp_path)
@@ -82,6 +139,30 @@ def test_a_pipeline_generates_without_a_message_and_takes_a_folder(tmp_path, cap
     assert messages[0] == messages[1] and "not supported" not in messages[1]
     texts.append(transformers.pipeline("text-generation", str(tmp_path))("w5 w6", max_new_tokens=4, do_sample=False))
     assert texts[0] == texts[1] == texts[2] and "not supported" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("feature-extraction", "Model"),
+        ("text-classification", "ForSequenceClassification"),
+        ("token-classification", "ForTokenClassification"),
+    ],
+)
+def test_pipelines_of_other_tasks_infer_without_a_message(task, name, capfd):
+    results, messages = [], []
+    for model in (hooked("llama", with_head(name)), apply(with_head(name), trained=True)):
+        capfd.readouterr()
+        pipeline = transformers.pipeline(task, model=model, tokenizer=tokenizer(), device="cpu")
+        results.append(pipeline("w5 w6 w7"))
+        messages.append(capfd.readouterr().err)
+    assert messages[0] == messages[1] and "not supported" not in messages[1]
+    if task == "feature-extraction":
+        results = [torch.tensor(result) for result in results]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    else:
+        scores = [[float(row.pop("score")) for row in result] for result in results]
+        assert results[0] == results[1] and results[0] and scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
 def test_the_stock_class_stays_in_transformers_and_saved_names_are_those_of_the_scheme(tmp_path):
@@ -241,3 +322,37 @@ def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
     with torch.no_grad():  # folding changes the gradients of the gains
         found, wanted = (each(**inputs("llama")).logits for each in (load(folded).eval(), expected))
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("place", ["", "code of another folder"])
+def test_remote_code_with_the_stock_config_is_saved_loaded_and_folded(place, tmp_path, monkeypatch):
+    modules, auto = str(tmp_path / "modules"), "AutoModelForCausalLM"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    code = "import transformers\nclass MiniForCausalLM(transformers.LlamaForCausalLM): pass\n"
+    reference = f"{tmp_path / place}--modeling_mini.MiniForCausalLM" if place else "modeling_mini.MiniForCausalLM"
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+
+    def add_code(folder):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "modeling_mini.py").write_text(code)
+
+    stock("llama").save_pretrained(source := tmp_path / "source")
+    values = read_config(source) | {"architectures": ["MiniForCausalLM"], "auto_map": {auto: reference}}
+    (source / "config.json").write_text(json.dumps(values))
+    add_code(place or "source")
+    apply(load(source), trained=True).save_pretrained(tmp_path / "lns")
+    is_copied = (tmp_path / "lns" / "modeling_mini.py").exists()  # transformers 4.48 saves a model without its code
+    add_code("lns")
+    model = load(tmp_path / "lns").eval()
+    assert type(model).__name__ == "MiniForCausalLM" and hasattr(model, "lns_made_of")
+    same("llama", model, hooked("llama", stock("llama")))
+    with torch.no_grad():
+        expected = model(**inputs("llama")).logits
+    fold(model).save_pretrained(tmp_path / "folded")
+    assert (tmp_path / "folded" / "modeling_mini.py").exists() == is_copied
+    add_code("folded")
+    folded = load(tmp_path / "folded").eval()
+    assert type(folded).__name__ == "MiniForCausalLM" and not hasattr(folded, "lns_made_of")
+    with torch.no_grad():
+        assert (folded(**inputs("llama")).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
