@@ -223,8 +223,9 @@ def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built
         cli.main(words)
 
 
-def test_a_failed_run_shows_the_end_of_its_log(built, capsys, tmp_path):
+def test_a_failed_run_shows_the_end_of_its_log(built, capsys, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise ValueError('a bad shard')\n")
+    monkeypatch.setattr(launch, "STANDALONE", (str(tmp_path / "train.py"),))  # torchrun would take seconds to start
     built.description["launch"] = {"command": str(tmp_path / "train.py")}
     built.save()
     assert cli.main(["launch", str(built.path), "--out", str(built.out), "--run", "--only", "a-lns-s1"]) == 1
