@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 from olmo_lns.probe.call import BlockFailed, Call, code_of_the_block, hooks, stream_of
@@ -307,18 +308,20 @@ class Replay:
         A gate is a buffer with the single value 0, which would hide its branch (:mod:`olmo_lns.probe.copies`).
         """
         saved = [(parameter, parameter.data) for parameter in block.parameters()]
-        gates = closed_gates(block)
+        gates = [(gate, gate.clone()) for gate in closed_gates(block)]
         try:
             for (parameter, _), own in zip(saved, self.block.parameters(), strict=True):
                 parameter.data = own.data
-            for gate in gates:
+                increment_version(parameter)  # for caches that compare versions
+            for gate, _ in gates:
                 gate.fill_(1.0)
             yield
         finally:
             for parameter, data in saved:
                 parameter.data = data
-            for gate in gates:
-                gate.zero_()
+                increment_version(parameter)
+            for gate, value in gates:
+                gate.copy_(value)
 
     def matches_scaled(self, earlier: Replay, factor: float) -> bool:
         """Return true if this block computes what an earlier one does, but multiplies its norms by ``factor`` itself.

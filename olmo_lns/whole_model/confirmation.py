@@ -127,7 +127,7 @@ def _running(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        del vars(module)["forward"]
+        vars(module).pop("forward", None)  # a model may have removed it
         if own is not None:
             vars(module)["forward"] = own
 

@@ -202,4 +202,4 @@ def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tens
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.equal(a, b))
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))

@@ -223,3 +223,61 @@ def test_weights_that_are_not_finite_are_named(value):
         model.layers[1].up.weight[0, 0] = value
     with pytest.raises(LNSError, match="layers.1.up.weight holds NaN or infinite values"):
         olmo_lns.apply(model, example=X)
+
+
+class Numbered(Block):
+    """A block whose factor the model sets in its forward."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        x = x + self.attn(self.n1(x) * self.factor)
+        return x + self.mlp(self.n2(x) * self.factor)
+
+
+class Setting(Stack):
+    """:param factor: of the number of a block, which the model sets on the block."""
+
+    def __init__(self, factor):
+        super().__init__(Numbered)
+        self.factor = factor
+
+    def forward(self, x):
+        for number, block in enumerate(self.layers, start=1):
+            block.factor = self.factor(number, x)
+            x = block(x)
+        return self.out(x)
+
+
+def test_a_factor_that_the_model_sets_on_its_blocks_is_seen():
+    with pytest.raises(LNSError):
+        olmo_lns.apply(Setting(lambda number, x: number**-0.5), example=X)
+    assert len(list(sites.in_model(olmo_lns.apply(Setting(lambda number, x: torch.ones_like(x)), example=X)))) == 8
+
+
+CACHE = {}
+
+
+class Caching(nn.Linear):
+    """A layer that computes its weight once for each version of it, in training mode."""
+
+    def forward(self, x):
+        key = (id(self), self.weight._version)
+        if self.training and key not in CACHE:
+            CACHE[key] = (self.weight * 8).round().detach() / 8
+        return F.linear(x, CACHE.get(key, self.weight), self.bias)
+
+
+class Quantized(Block):
+    def __init__(self):
+        super().__init__()
+        self.o = Caching(D, D)
+
+
+def test_a_cache_of_weights_does_not_keep_those_of_the_probe():
+    model = Stack(Quantized)
+    olmo_lns.apply(model, example=X)
+    model.train()(X)
+    for block in model.layers:
+        cached = CACHE[id(block.o), block.o.weight._version]
+        assert torch.equal(cached, (block.o.weight * 8).round() / 8)

@@ -29,6 +29,9 @@ from olmo_lns.whole_model.user_norms import check_user_norms
 
 log = logging.getLogger("olmo_lns")
 
+#: What a model raises if it cannot run with the weights of the probe. Its blocks are then examined one by one.
+_REFUSALS = (LNSConfigError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
+
 
 def locate(
     model: nn.Module,
@@ -73,6 +76,13 @@ def locate(
             raise
 
 
+def _is_finite(stream: torch.Tensor) -> bool:
+    try:
+        return bool(torch.isfinite(stream.sum()))
+    except RuntimeError:  # a tensor of torch.func, which cannot be read outside of its transformation
+        return True
+
+
 def _as_list(value: Any) -> Any:
     """Convert a ModuleList, another container of modules or an iterator to a list. Return other values unchanged."""
     if isinstance(value, nn.ModuleDict):
@@ -96,11 +106,8 @@ def _locate(
     with undisturbed(model):
         if norms is None:
             found = find_blocks(model, run, blocks)
-            if not all(
-                bool(torch.isfinite(found.trace.outputs[block].sum()))
-                for block in found.blocks
-                if block in found.trace.outputs
-            ):
+            streams = (found.trace.outputs[block] for block in found.blocks if block in found.trace.outputs)
+            if not all(map(_is_finite, streams)):
                 check_finite(model.named_parameters())  # the probe has weights of its own, which do not show it
             pairs: list[tuple[nn.Module, ...] | None] = [None] * len(found.blocks)
             stack: list[nn.Module | None] = [*found.blocks]
@@ -111,8 +118,8 @@ def _locate(
         advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
         probes = BlockProbes(stack, pairs, found.trace, advice, weights)
         probes.probe_structures()
-    confirmed, in_training = _confirm(model, found, probes, run, traces=blocks is None)
-    with undisturbed(model):
+        # The attributes that the model sets on its blocks in its forward stay until all blocks have been copied.
+        confirmed, in_training = _confirm(model, found, probes, run, traces=blocks is None)
         probes.probe_others(confirmed.blocks)
         hooked = [name for block, each in probes.separately for name in norms_to_hook(block, each, arithmetic_of)]
     block_norms, projections = probes.norms, probes.projections
@@ -180,7 +187,7 @@ def _confirm(
     try:
         with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
             run()
-    except (LNSConfigError, RuntimeError, TypeError) as error:  # the model refuses such weights, or a replaced forward
+    except _REFUSALS as error:  # the model refuses such weights, or a replaced forward
         log.debug("the blocks are examined one by one, since the model does not run with other weights: %s", error)
         return Confirmation(), None
     try:
@@ -188,7 +195,7 @@ def _confirm(
             probe.set_training(model, True)
             with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
                 trace = trace_in_training(model, run)
-    except (LNSConfigError, RuntimeError, TypeError) as error:  # it needs labels, or writes to its weights
+    except _REFUSALS as error:  # it needs labels, or writes to its weights
         log.debug("the blocks are examined one by one, since the model does not run in training mode: %s", error)
         return Confirmation(is_residual_stream=in_eval.is_residual_stream), None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
