@@ -75,8 +75,20 @@ class Call:
 
     @property
     def stream(self) -> torch.Tensor:
-        stream: torch.Tensor = self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+        return self.stream_among(self.args, self.kwargs)
+
+    def stream_among(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the stream among the arguments of another call of the same block."""
+        stream: torch.Tensor = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
         return stream
+
+    def with_stream(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], x: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of another call of the same block with ``x`` in place of its stream."""
+        if isinstance(self.place, str):
+            return args, {**kwargs, self.place: x}
+        return (*args[: self.place], x, *args[self.place + 1 :]), dict(kwargs)
 
     def replay(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Run ``block`` on the stream ``x`` and otherwise unchanged arguments. Return the stream after the block."""

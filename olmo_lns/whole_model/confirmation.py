@@ -2,8 +2,8 @@
 
 The probe examines one block of each structure, with random parameters and while its sites are frozen. Here the whole
 model runs while every block has these parameters and frozen sites. A block is confirmed if it adds to its stream what
-the probed block added. A random number is added to each element of the stream before the first block and behind every
-block, so that a block which reads the stream elsewhere, such as through an argument, adds something else.
+the probed block added. A random number is added to each element of the stream before the first block and after every
+block. So a block that reads the stream elsewhere, such as an earlier stream in an attribute, adds something else.
 
 The forward costs as much as one run of each block, and it also shows whether the stream passes unchanged from block to
 block. What it does not confirm is examined separately: a block by the probe, and the stream by
@@ -27,7 +27,7 @@ from olmo_lns.whole_model.trace import Trace, replace_stream
 
 @dataclass
 class Confirmation:
-    """What one forward of the model confirmed.
+    """The result of one forward of the model in which blocks were confirmed.
 
     :param blocks: the blocks that computed what the probed block of their structure computed.
     :param is_residual_stream: true if all blocks did, and each read what the block before it returned.
@@ -62,6 +62,7 @@ def confirming(
     """
     generator = torch.Generator().manual_seed(9)
     confirmation = Confirmation()
+    calls = {block: call for block in blocks if (call := trace.calls[block]) is not None}
     before: dict[nn.Module, torch.Tensor] = {}  # block -> the stream before it
     inputs: dict[nn.Module, dict[str, torch.Tensor]] = {block: {} for block in blocks}
     last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
@@ -73,24 +74,24 @@ def confirming(
         return stream.detach() + noise.to(stream)
 
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        replay, place = replays[block], trace.calls[block].place  # type: ignore[union-attr]
-        stream = kwargs[place] if isinstance(place, str) else args[place]
+        replay, call = replays[block], calls[block]
+        stream = call.stream_among(args, kwargs)
         passed.append(not last or is_same(last.pop(), stream))
         before[block] = stream.detach().clone() if returned else moved(stream)
         probe.seed_generators(stream.device, replay.call.seed)
         with torch.set_grad_enabled(trains):
             x = before[block].clone().requires_grad_(trains).clone()  # no leaf, since the block may change it in place
-            args, kwargs = (args, {**kwargs, place: x}) if isinstance(place, str) else (_with(args, place, x), kwargs)
+            args, kwargs = call.with_stream(args, kwargs, x)
             output = forward(*args, **kwargs)
-        if (stream := probe.stream_of(output)) is None:
+        if (after := probe.stream_of(output)) is None:
             return output
-        delta = stream.detach().double() - before[block].double()
+        delta = after.detach().double() - before[block].double()
         read = inputs.pop(block)
         found = [read[name] for name in replay.site_names if name in read]
         if replay.is_result((delta, found), trains=trains):
             confirmation.blocks.add(block)
         returned.add(block)
-        last.append(moved(stream))
+        last.append(moved(after))
         return replace_stream(output, last[-1].clone())
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -130,7 +131,3 @@ def _running(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
         vars(module).pop("forward", None)  # a model may have removed it
         if own is not None:
             vars(module)["forward"] = own
-
-
-def _with(args: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
-    return (*args[:place], value, *args[place + 1 :])

@@ -114,7 +114,8 @@ def require_residual_stream(
     generator = torch.Generator().manual_seed(9)
     numbers = {block: number for number, block in enumerate(blocks)}
     # Where the model adds what a block returns, only outputs are changed.
-    is_change = all((call := trace.calls[block]) is not None and call.is_change for block in blocks)
+    calls = {block: call for block in blocks if (call := trace.calls[block]) is not None}
+    is_change = all(block in calls and calls[block].is_change for block in blocks)
 
     def drawn(table: dict[Any, torch.Tensor], key: Any, like: torch.Tensor) -> torch.Tensor:
         if key not in table:
@@ -133,16 +134,12 @@ def require_residual_stream(
         after: dict[int, torch.Tensor] = {}
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
-            number, call = numbers[block], trace.calls[block]
-            place = call.place  # type: ignore[union-attr]
-            stream = kwargs[place] if isinstance(place, str) else args[place]
+            number = numbers[block]
+            stream = calls[block].stream_among(args, kwargs)
             before[number] = stream.detach()
             if number > 0 or is_change or only is not None:
                 return None
-            changed = stream + size * drawn(added, "input", stream)
-            if isinstance(place, str):
-                return args, {**kwargs, place: changed}
-            return (*args[:place], changed, *args[place + 1 :]), kwargs
+            return calls[block].with_stream(args, kwargs, stream + size * drawn(added, "input", stream))
 
         def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             stream, number = probe.stream_of(output), numbers[block]

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of the commands that read a checkpoint: a hostile folder runs no code.
+"""The promises of SECURITY.md for commands that read a checkpoint: a hostile folder runs no code.
 
 A hostile file makes a folder when it is unpickled, imported or called. Distributed checkpoints are in test_metadata.py,
 test_olmo_core.py and test_megatron.py.

@@ -35,7 +35,7 @@ _of_this_worker = None  # the interpreter that :func:`fork_worker` made: where t
 
 @functools.cache
 def _server(first, start):
-    """Where the interpreter that forks, after ``first``, takes requests and gives replies.
+    """Return the two files by which the interpreter that forks, after ``first``, takes requests and gives replies.
 
     :param start: changes of the environment in which it starts.
     """

@@ -26,7 +26,7 @@ class OLMo(Integration):
         return arithmetic_of(norm) if isinstance(norm, LayerNormBase) else super().arithmetic_of(norm)
 
     def record_scheme(self, model: Any, scheme: Scheme) -> None:
-        """Name the scheme in the model's config. A loop of one's own saves this config, and a resume compares it."""
+        """Name the scheme in the model's config. A training loop saves this config, and a resume compares it."""
         from olmo.config import InitFnType, LayerNormType
 
         norm_types.add_members(LayerNormType, InitFnType)  # the start-up hook may not have run

@@ -25,7 +25,7 @@ OTHER_MIXERS = {"qwen3_next", "bamba", "qwen4_exp"}
 
 
 def depth_of_norms(kind):
-    """How many modules of the block each norm lies in. Norms are found by what they do, so their names do not matter."""
+    """Return the nesting of a family's norms. Norms are found by what they do, so their names do not matter."""
     return re.sub(r"[^.,\[\]]", "", json.dumps(ROWS[kind]["sites"]))
 
 
