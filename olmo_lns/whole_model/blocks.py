@@ -127,7 +127,7 @@ def _argument(call: probe.Call, place: int | str) -> Any:
 
 def _is_sum(stream: torch.Tensor, output: torch.Tensor, following: torch.Tensor) -> bool:
     alike = stream.shape == output.shape == following.shape
-    return alike and torch.allclose(stream + output, following, rtol=1e-4, atol=1e-5)
+    return alike and torch.allclose((stream + output).double(), following.double(), rtol=1e-4, atol=1e-5)
 
 
 def _elements(module: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ Read the modules in this order. Each imports only those above it.
 
 * ``located``: the result of the search.
 * ``refusals``: models that cannot be measured.
+* ``state``: save and restore what a forward may change.
 * ``example``: run a model on the example, and leave no trace of the forward in it.
 * ``fused_kernels``: kernels that read the weights of a norm and do not call it.
 * ``probing``: probe one block of each structure.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ from torch import nn
 
 from olmo_lns import probe, shadow
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.any_model.state import SavedState
 
 
 def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
@@ -56,19 +56,12 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode without gradients and compilers, and restore its state afterwards.
 
-    The modes, buffers and attributes of all modules and the states of the random generators are restored. The mode of
-    each module is set directly, since its method ``train`` may do more, such as merging adapters.
+    The modes, buffers and attributes of all modules and the states of the random generators are restored
+    (:class:`~olmo_lns.integrations.any_model.state.SavedState`). The mode of each module is set directly, since its
+    method ``train`` may do more, such as merging adapters.
     """
     training = {module: module.training for module in model.modules()}
-    plain = [module for module in training if not isinstance(module, torch.jit.ScriptModule)]
-    attributes = {module: (_members(module), _attributes(module)) for module in plain}
-    buffers = [(module, dict(module._buffers)) for module in training]
-    values = {
-        buffer: buffer.detach().clone()
-        for _, owned in buffers
-        for buffer in owned.values()
-        if buffer is not None and not buffer.is_meta and buffer.layout == torch.strided
-    }
+    state = SavedState(model)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     for module in training:
         module.training = False
@@ -79,17 +72,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-        for module, (members, saved) in attributes.items():
-            if members == _members(module):  # otherwise the forward has built parts of the module
-                _restore_attributes(module, saved)
-        for module, owned in buffers:
-            for name in module._buffers.keys() - owned.keys():
-                del module._buffers[name]
-            module._buffers.update(owned)
-        with torch.no_grad():
-            for buffer, value in values.items():
-                if buffer.shape == value.shape and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        state.restore()
 
 
 def _without_compilers() -> Any:
@@ -100,42 +83,3 @@ def _without_compilers() -> Any:
     compiler = getattr(torch, "compiler", None)
     is_used = "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance")
     return compiler.set_stance("force_eager") if is_used else nullcontext()  # type: ignore[union-attr]
-
-
-def _members(module: nn.Module) -> tuple[set[str], set[str]]:
-    return set(module._modules), set(module._parameters)
-
-
-#: Attributes of a module that a forward does not use as state, or that are restored in another way. ``_old_forward`` is
-#: the forward that accelerate's hooks call.
-_KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_forward")
-
-
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes in which a forward may keep state: name -> the value, and a copy of it if a container."""
-    containers = (list, dict, set)
-    return {
-        name: (value, copy.copy(value) if type(value) in containers else None)
-        for name, value in vars(module).items()
-        if _is_state(name)
-    }
-
-
-def _is_state(name: str) -> bool:
-    return name not in _KEPT and not name.startswith("lns_") and "hook" not in name
-
-
-def _contents(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]
-
-
-def _restore_attributes(module: nn.Module, saved: Mapping[str, tuple[Any, Any]]) -> None:
-    """Restore the attributes that a module had before a forward."""
-    for name in [name for name in vars(module) if name not in saved and _is_state(name)]:
-        del vars(module)[name]
-    for name, (value, content) in saved.items():
-        if vars(module).get(name) is not value:
-            vars(module)[name] = value
-        if content is not None and [*map(id, _contents(value))] != [*map(id, _contents(content))]:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)

@@ -77,10 +77,18 @@ def locate(
 
 
 def _is_finite(stream: torch.Tensor) -> bool:
+    """Return true if a stream holds neither NaN nor infinite values.
+
+    :raises LNSConfigError: if it cannot be read, because it belongs to a transformation of ``torch.func``.
+    """
     try:
         return bool(torch.isfinite(stream.sum()))
-    except RuntimeError:  # a tensor of torch.func, which cannot be read outside of its transformation
-        return True
+    except RuntimeError as error:
+        raise LNSConfigError(
+            "The example runs the blocks inside of a transformation of torch.func, such as vmap, so their streams "
+            "cannot be read after the forward. Expected a forward without it. Pass an example= that runs the blocks "
+            f"directly. ({error})"
+        ) from error
 
 
 def _as_list(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from olmo_lns import probe, shadow
@@ -70,6 +71,7 @@ class BlockProbes:
     def _probe(self, number: int, earlier: probe.BlockSites | None) -> probe.BlockSites:
         block, call, names = self.stack[number - 1], self._calls[number - 1], self._given[number - 1]
         assert block is not None and call is not None
+        _refuse_scripted(block, number)
         found = probe.pre_ln_sites(
             block,
             call,
@@ -115,6 +117,20 @@ def structure(block: nn.Module) -> Any:
     """
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
+
+
+def _refuse_scripted(block: nn.Module, number: int) -> None:
+    """Refuse a block with a part that ``torch.jit.script`` has compiled, on which no hook can be registered.
+
+    :raises LNSConfigError: if there is one. The message names it.
+    """
+    for name, part in block.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise LNSConfigError(
+                f"block {number} ({type(block).__name__}): {name or 'the block itself'} was compiled by "
+                "torch.jit.script, so its modules take no hooks and cannot be measured. Expected modules of Python. "
+                "Apply the scheme before this part is compiled."
+            )
 
 
 def _names(block: nn.Module) -> dict[nn.Module, str]:
