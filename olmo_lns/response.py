@@ -12,6 +12,8 @@ from typing import Any, Mapping
 import torch
 from torch import nn
 
+from olmo_lns.measured import Measured
+
 __all__ = ["Response", "first_output", "measure_response", "replace_first"]
 
 
@@ -46,9 +48,9 @@ class Response:
     output_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
-    def measured(self) -> tuple[str, ...]:
-        """The names of what was measured, for the start-up line."""
-        return ("output",) if self.gradient is None else ("output", "gradient")
+    def measured(self) -> frozenset[Measured]:
+        """What was measured: the output, and the gradient unless it is None."""
+        return frozenset({Measured.OUTPUT} if self.gradient is None else {Measured.OUTPUT, Measured.GRADIENT})
 
     def problem(self, before: Response, factor: float) -> str:
         """Compare this response with the response before the norm was scaled.

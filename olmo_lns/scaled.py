@@ -21,6 +21,7 @@ from typing import Any, Callable
 import torch
 
 from olmo_lns.errors import MeasurementError
+from olmo_lns.measured import Measured
 from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
 from olmo_lns.response import Response, first_output, measure_response, replace_first
 from olmo_lns.schemes import Plan
@@ -189,7 +190,7 @@ def scale(
     plan_without_factor: Plan = Scaled.lns_plan_without_factor,
     factor_name: str = Scaled.lns_factor_name,
     respond: Callable[[Any], Response] | None = None,
-) -> tuple[str, ...]:
+) -> frozenset[Measured]:
     """Multiply the output of ``module`` by ``factor``, in place, and compare its output with the one before.
 
     :param where: place of the module in the model, for error messages.
@@ -204,7 +205,7 @@ def scale(
     :param factor_name: the field of the plan which the factor sets.
     :param respond: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
         which expects a norm.
-    :returns: what was measured, which is ``("output", "gradient")`` for a norm.
+    :returns: what was measured, which is the output and the gradient for a norm.
     :raises MeasurementError: if neither way results in ``factor`` times the output before. The module is left
         unchanged.
 

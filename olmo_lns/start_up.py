@@ -8,9 +8,10 @@ import sys
 from contextlib import suppress
 from dataclasses import fields
 from logging.handlers import BufferingHandler, HTTPHandler, MemoryHandler, QueueHandler, SMTPHandler, SocketHandler
-from typing import Any, Iterable
+from typing import Any, Collection
 
 from olmo_lns import sites
+from olmo_lns.measured import Measured, describe
 from olmo_lns.processes import is_first_process
 from olmo_lns.scaled import Scaled
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
@@ -22,12 +23,20 @@ _UNSEEN = (logging.NullHandler, QueueHandler, SocketHandler, HTTPHandler, SMTPHa
 
 
 def start_up_line(
-    model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", local: str = "", initialization: str = ""
+    model: Any,
+    n_layers: int,
+    *,
+    measured: Collection[Measured],
+    sites_not_run: str = "",
+    norm: str = "",
+    local: str = "",
+    initialization: str = "",
 ) -> str:
     """Return the start-up line of a model. The scheme is read from the model itself.
 
     :param n_layers: number of blocks of the whole model.
-    :param measured: what was measured, such as ``("output", "gradient", "initialization")``.
+    :param measured: what was measured, such as ``{Measured.OUTPUT, Measured.GRADIENT}``.
+    :param sites_not_run: why the blocks could not be run to measure the sites, if they could not.
     :param norm: name of the stock norm, such as ``RMSNorm``.
     :param local: description of the part of the model in this process, if it is not the whole model.
     :param initialization: what the line says about the initialization, such as ``"scaled initialization off"``.
@@ -42,7 +51,7 @@ def start_up_line(
     ways = dict.fromkeys(_application(module) for _, module, _ in sites.in_model(model) if isinstance(module, Scaled))
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
     parts = [count, *describe_factors(scheme, n_layers), parameters, *ways, initialization]
-    parts.append(f"measured: {', '.join(measured)}")
+    parts.append(describe(measured, sites_not_run=sites_not_run))
     return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
 
 

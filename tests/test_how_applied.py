@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from olmo_lns.measured import Measured
 from olmo_lns.norm import DtypeRule, NormArithmetic
 from olmo_lns.scaled import restore_class, scale
 
@@ -61,7 +62,10 @@ def test_the_reason_is_in_the_start_up_line_and_its_details_in_the_log(make, rea
     norm = make()
     expected = 0.5 * norm(X)
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
-        assert scale(norm, 0.5, where="block 4", width=8, arithmetic=ARITHMETIC) == ("output", "gradient")
+        assert scale(norm, 0.5, where="block 4", width=8, arithmetic=ARITHMETIC) == {
+            Measured.OUTPUT,
+            Measured.GRADIENT,
+        }
     assert norm.lns_how_applied == (f"outputs multiplied ({reason})" if reason else "")
     assert logged in caplog.text and ("block 4" in caplog.text) == bool(logged)
     torch.testing.assert_close(norm(X), expected)

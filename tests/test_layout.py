@@ -37,6 +37,7 @@ ORDER = [
         "copying",
         "environment",
         "frameworks",
+        "measured",
         "pip_extras",
         "processes",
         "temporary_values",

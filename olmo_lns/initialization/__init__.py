@@ -9,7 +9,7 @@ Read the modules in this order. Each imports only those above it.
 
 * ``projections``: which matrices of a block are residual output projections.
 * ``marks``: the records of matrices and norms on the modules of a model.
-* ``measured``: the rule by which the matrices were initialized, and what the start-up line says about it.
+* ``rule``: the rule by which the matrices were initialized, and what the start-up line says about it.
 * ``trained``: whether the weights were trained.
 * ``plain``: the depth factor is removed.
 * ``drawn``: a check for frameworks that draw with a known standard deviation.
@@ -17,9 +17,9 @@ Read the modules in this order. Each imports only those above it.
 
 from olmo_lns.initialization.drawn import check_drawn, drawn_std
 from olmo_lns.initialization.marks import Matrix, mark, marked, marks_restored_on_failure, matrices_of, unmark
-from olmo_lns.initialization.measured import Initialization, measure
 from olmo_lns.initialization.plain import make_plain
 from olmo_lns.initialization.projections import residual_projections
+from olmo_lns.initialization.rule import Initialization, measure
 from olmo_lns.initialization.trained import mark_folded, trained_part
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.initialization.marks import marked
-from olmo_lns.initialization.measured import MEASURABLE, Initialization, measure, spread
+from olmo_lns.initialization.rule import MEASURABLE, Initialization, measure, spread
 from olmo_lns.initialization.trained import trained_part
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Collection
 
 from torch import nn
 
 from olmo_lns import shadow, start_up
 from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.measured import Measured
 from olmo_lns.processes import is_first_process
 
 
-def report(model: nn.Module, located: Located, measured: Sequence[str], initialization: str = "") -> None:
+def report(model: nn.Module, located: Located, measured: Collection[Measured], initialization: str = "") -> None:
     """Write the start-up line in the first process.
 
     :param measured: what was measured, from :func:`attach`.
@@ -21,7 +22,7 @@ def report(model: nn.Module, located: Located, measured: Sequence[str], initiali
         return
     norms = nn.ModuleList(model.get_submodule(name) for names in located.norms for name in names)
     if initialization and not any(map(shadow.has_no_values, model.parameters())):
-        measured = [*measured, "initialization"]
+        measured = {*measured, Measured.INITIALIZATION}
     kinds = dict.fromkeys(type(module).__name__ for module in norms)
     line = start_up.start_up_line(
         norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf
 from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.refusals import refuse_foreign_attributes
+from olmo_lns.measured import Measured
 from olmo_lns.response import measure_response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
@@ -26,14 +26,14 @@ def attach(
     *,
     trained_part: str = "",
     trained: bool | None = None,
-) -> list[str]:
+) -> set[Measured]:
     """Scale the norms of a model. If they have the scheme already, measure them again.
 
     :param located: the norms, from :func:`locate`.
     :param arithmetic_of: a function that returns the arithmetic of a norm, or None if it is unknown.
     :param trained_part: the result of :func:`trained_part_of`, or ``""`` if ``trained`` is not None.
     :param trained: as in :func:`olmo_lns.apply`.
-    :returns: what was measured, for the start-up line.
+    :returns: what was measured.
     :raises CheckpointMismatchError: if the weights were trained without a factor.
     :raises LNSConfigError: if the scheme does more than multiply norms, or the norms have another scheme.
     :raises MeasurementError: if the output of a norm is not its factor times the output before. The model is left
@@ -52,7 +52,7 @@ def attach(
     if not is_attached:
         source = getattr(model, "name_or_path", "") or type(model).__name__
         records.refuse_trained(trained_part, scheme, source=source, trained=trained)
-    measured: list[tuple[str, ...]] = [("sites",)] if located.sites_from == "probe" else []
+    measured = {Measured.SITES} if located.sites_from == "probe" else set[Measured]()
     with shadow.real_default_device(model), sites.stock_on_failure(model):
         if located.projections:
             initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
@@ -73,17 +73,17 @@ def attach(
                             "block was moved after the scheme was applied. Build a new model, and apply the scheme "
                             "when the blocks are in their final order."
                         )
-                    measured.append(_measure(norm, width, shape, where))
+                    measured |= _measure(norm, width, shape, where)
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
                     raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
                 sites.mark(norm, *norm_sites)
                 factor, arithmetic = factors.pop(), arithmetic_of(norm)
-                measured.append(scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic))
+                measured |= scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic)
                 if name in located.hooked:
                     forbid_fused_kernels(norm)
         sites.require_complete(nn.ModuleList(norms.values()), scheme, n_layers)
-    return list(dict.fromkeys(itertools.chain(*measured)))
+    return measured
 
 
 def trained_part_of(model: nn.Module, located: Located) -> str:
@@ -101,7 +101,7 @@ def describe_initialization(model: nn.Module, located: Located, trained_part: st
     return "" if trained_part else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 
-def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> tuple[str, ...]:
+def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> frozenset[Measured]:
     """Measure a norm that was scaled before.
 
     :returns: what was measured.

@@ -31,6 +31,7 @@ from olmo_lns.integrations.megatron.flags import Selection
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.integrations.megatron.module_names import LAYER
 from olmo_lns.integrations.megatron.printing import print_once
+from olmo_lns.measured import Measured
 from olmo_lns.schemes import SUB_LAYERS
 
 #: Modules of a layer that a Pre-LN block does not have: cross attention, and norms other than the two before
@@ -90,21 +91,19 @@ def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | Non
         kind = type(model).__name__
         part = trained_part(by_sub_layer, matrices_of(layers))
         records.refuse_trained(part, selection.scheme, source=kind, trained=trained)
-    by_norm: list[tuple[str, ...]] = []
+    by_norm: list[frozenset[Measured]] = []
     with sites.stock_on_failure(model):
         for module, number, sub_layer in located:
             site = sites.Site(selection.scheme, number, blocks, sub_layer)
             by_norm.append(norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size)))
             sites.mark(module, site)
-        checked = check_initialization(model, config) if drawn else []
+        checked = check_initialization(model, config) if drawn else set()
     if not located:
         print_once("LayerNorm Scaling on: no block in this process")
         return 0
-    everywhere = set.intersection(*map(set, by_norm))
-    measured = [
-        name if name in everywhere else f"{name} where no linear layer is fused"
-        for name in dict.fromkeys(name for names in by_norm for name in names)
-    ]
+    measured = checked.union(*by_norm)
+    if len({Measured.GRADIENT in each for each in by_norm}) == 2:  # some norms are fused
+        measured = measured - {Measured.GRADIENT} | {Measured.GRADIENT_UNLESS_FUSED}
     local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
     initialization = "" if part or trained else describe_initialization(model, config)
     if drawn and selection.scaled_init_off:
@@ -113,7 +112,6 @@ def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | Non
     elif drawn:
         initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
     norm = str(getattr(config, "normalization", ""))
-    measured += checked
     print_once(
         start_up.start_up_line(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
     )
@@ -239,15 +237,15 @@ def _refuse(layer: Any, problem: str) -> LNSConfigError:
 # --- initialization -------------------------------------------------------------------------------------------------
 
 
-def check_initialization(model: Any, config: Any) -> list[str]:
+def check_initialization(model: Any, config: Any) -> set[Measured]:
     """Check the initialization of the residual output projections.
 
-    :returns: what was checked, for the start-up line. It is empty if Megatron did not initialize the weights.
+    :returns: what was measured. It is empty if Megatron did not initialize the weights.
     :raises MeasurementError: if a standard deviation is not the expected one. The message gives both.
     """
     init = config.output_layer_init_method
     if not getattr(config, "perform_initialization", True) or not layers_of(model):
-        return []
+        return set()
     std, measured = _std(init), False
     for layer in layers_of(model) if std else []:
         weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT_WEIGHTS.search(name)}
@@ -257,7 +255,7 @@ def check_initialization(model: Any, config: Any) -> list[str]:
             if not _is_absent(module) and not any(name.startswith(names.module) for name in weights):
                 raise MeasurementError(f"{where}: found no {names.output} in its {names.module}, expected one.")
         measured |= check_drawn(weights, std, where=where)
-    return ["initialization"] if measured else ["initialization (read back)"]
+    return {Measured.INITIALIZATION if measured else Measured.INITIALIZATION_IN_CONFIG}
 
 
 def describe_initialization(model: Any, config: Any) -> str:

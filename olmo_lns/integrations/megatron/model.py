@@ -22,6 +22,7 @@ from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_a
 from olmo_lns.integrations.megatron.configs import check_config, is_config, mark_config
 from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, Selection
 from olmo_lns.integrations.megatron.printing import print_once
+from olmo_lns.measured import describe
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import PRE_LN
 
@@ -46,10 +47,10 @@ def wrap_model_init(original: Function) -> Function:
             if not any(sites.in_model(self)):  # otherwise the base class's constructor did it
                 layers.attach(self, selection, drawn=True)
         else:
-            checked = ", ".join(layers.check_initialization(self, config))
+            checked = layers.check_initialization(self, config)
             print_once(
                 "scaled initialization off (output projections: init_method); "
-                + (f"measured: {checked}" if checked else "no weight was initialized here, so none was measured"),
+                + (describe(checked) if checked else "no weight was initialized here, so none was measured"),
                 about="plain initialization",
             )
 

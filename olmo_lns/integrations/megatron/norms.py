@@ -23,6 +23,7 @@ from torch import nn
 
 from olmo_lns import scaled
 from olmo_lns.integrations.megatron.module_names import FUSED_NORM
+from olmo_lns.measured import Measured
 from olmo_lns.norm import DtypeRule, NormArithmetic, arithmetic_of_torch
 from olmo_lns.norm.dtypes import scaled_parameter
 from olmo_lns.response import Response, first_output
@@ -81,7 +82,7 @@ def is_fused(module: object) -> bool:
     return getattr(module, "layer_norm_weight", None) is not None
 
 
-def scale(module: nn.Module, factor: float, *, where: object, width: int) -> tuple[str, ...]:
+def scale(module: nn.Module, factor: float, *, where: object, width: int) -> frozenset[Measured]:
     """Multiply the output of the norm in ``module`` by ``factor``, and measure it.
 
     :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)).

@@ -20,6 +20,7 @@ from torch import nn
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
+from olmo_lns.measured import Measured
 from olmo_lns.norm import DtypeRule, NormArithmetic
 from olmo_lns.scaled import PicklableSubclass, picklable_subclass, scale
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
@@ -285,7 +286,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
     block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
-def attach(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
+def attach(block: Any, scheme: Scheme, layer_number: int) -> set[Measured]:
     """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
@@ -295,12 +296,12 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> list[str]:
     from olmo.model import LayerNormBase
 
     config = block.config
-    measured: list[str] = []
+    measured: set[Measured] = set()
     if scheme.only_scales_norms(config.n_layers):
         for sub_layer in SUB_LAYERS:
             site, norm = Site(scheme, layer_number, config.n_layers, sub_layer), getattr(block, NORMS[sub_layer])
             width, arithmetic = config.d_model, arithmetic_of(norm)
-            measured += scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
+            measured |= scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
             sites.mark(norm, site)
         return measured
     sites.mark(block, *(SubLayer(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS))

@@ -20,6 +20,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn
 from olmo_lns.integrations.olmo import block as blocks
 from olmo_lns.integrations.olmo import norm_types
+from olmo_lns.measured import Measured, describe
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import std_factor
@@ -43,7 +44,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         weights_drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with norm_types.stock_names(config):
             init(self, config, *args, **kwargs)
-            measured = _attach(self, scheme, initialization, weights_drawn) if selected else []
+            measured = _attach(self, scheme, initialization, weights_drawn) if selected else set()
         number = id(config)
         _built[number] = weakref.ref(config, lambda _: _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
@@ -52,13 +53,13 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> list[str]:
+def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> set[Measured]:
     """Attach the requested scheme to a model that OLMo has just built.
 
-    :param weights_drawn: true if OLMo has drawn the weights. :returns: the measured parts.
+    :param weights_drawn: true if OLMo has drawn the weights. :returns: what was measured.
     :raises UpstreamChangedError: if a block lacks an expected part.
     """
-    measured: list[str] = []
+    measured: set[Measured] = set()
     numbered = blocks_of(model)
     only_scales_norms = scheme.only_scales_norms(len(numbered))
     for block in numbered:
@@ -68,20 +69,20 @@ def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool
         for number, block in enumerate(numbered, start=1):
             where = f"block {number}"
             found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, earlier=found)
-            measured.append("block" if found is None else "sites")
-            measured += blocks.attach(block, scheme, number)
+            measured.add(Measured.BLOCK if found is None else Measured.SITES)
+            measured |= blocks.attach(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
     model.lns_initialization = initialization
     if weights_drawn and _finish_draw(model):
-        measured.append("initialization")
-    return list(dict.fromkeys(measured))
+        measured.add(Measured.INITIALIZATION)
+    return measured
 
 
-def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) -> str:
+def _line(model: Any, scheme: Scheme, initialization: str, measured: set[Measured]) -> str:
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
-        return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}); measured: {', '.join(measured)}"
+        return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}); {describe(measured)}"
     line = start_up.start_up_line
     return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
 

@@ -17,6 +17,7 @@ from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, one_line
 from olmo_lns.integrations.olmo_core.model import EXPERTS_NORM
 from olmo_lns.integrations.olmo_core.norms import arithmetic_of
+from olmo_lns.measured import Measured
 from olmo_lns.scaled import scale
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 from olmo_lns.sites import Site
@@ -95,7 +96,7 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
     """
     scheme = config.resolved_scheme
     layout = require_supported(scheme, config.name, n_layers)
-    measured: list[str] = []
+    measured: set[Measured] = set()
     for sub_layer in SUB_LAYERS:
         for branch, name in layout.norms[sub_layer].items():
             site = Site(scheme, block_idx + 1, n_layers, sub_layer, branch)
@@ -104,7 +105,7 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
                     f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
                 )
             factor, arithmetic = getattr(site.plan, layout.factor_name), arithmetic_of(norm)
-            measured += scale(
+            measured |= scale(
                 norm,
                 factor,
                 where=site,

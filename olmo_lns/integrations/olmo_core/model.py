@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 from olmo_lns import environment, initialization, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.measured import Measured
 from olmo_lns.schemes import Scheme
 
 
@@ -47,12 +48,13 @@ def check_and_announce(model: Any, n_layers: int) -> None:
     sites.require_complete(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
-    measured = dict.fromkeys(name for block in blocks for name in block.lns_measured)
+    measured = frozenset[Measured]().union(*(block.lns_measured for block in blocks))
     not_run = [block.lns_not_run for block in blocks if block.lns_not_run]
     line = start_up.start_up_line(
         model,
         n_layers,
-        measured=[f"not the sites ({not_run[0]})" if not_run else "sites", *measured],
+        measured=measured if not_run else measured | {Measured.SITES},
+        sites_not_run=not_run[0] if not_run else "",
         norm=next(type(module).__name__ for _, module, _ in sites.in_model(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),

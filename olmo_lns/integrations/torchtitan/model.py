@@ -12,6 +12,7 @@ from olmo_lns.integrations.torchtitan import initialization
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
 from olmo_lns.integrations.torchtitan.norms import arithmetic_of, keep_argument_names
 from olmo_lns.integrations.torchtitan.request import Request, request_of
+from olmo_lns.measured import Measured
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 log = logging.getLogger("olmo_lns")
@@ -65,36 +66,35 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
         )
     scheme = request.scheme
     scheme.require_only_scales_norms(n_layers, framework="torchtitan")
-    measured: list[str] = []
+    measured = {Measured.SITES}
     with sites.stock_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):
             site = sites.Site(scheme, number, n_layers, sub_layer)
             keep_argument_names(norm)
-            measured += scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
+            measured |= scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
             sites.mark(norm, site)
         sites.require_complete(decoder, scheme, n_layers)
-        measured.insert(0, _check_blocks(decoder, dim))
+        _check_blocks(decoder, dim)
         if request.plain:
             initialization.remove_depth_factors(decoder)
     line = start_up.start_up_line(
         decoder,
         n_layers,
-        measured=dict.fromkeys(measured),
+        measured=measured,
         norm=type(norm).__name__,
         initialization="scaled initialization " + ("off" if request.plain else "kept"),
     )
     start_up.write_line(line)
 
 
-def _check_blocks(decoder: Any, dim: int) -> str:
-    """Check one block of each structure with :func:`check_block`, and return the name of what was measured."""
+def _check_blocks(decoder: Any, dim: int) -> None:
+    """Check one block of each structure with :func:`check_block`."""
     seen = set()
     for key, block in decoder.layers.items():
         structure = (type(block), tuple((name, type(child)) for name, child in block.named_children()))
         if structure not in seen:
             seen.add(structure)
             check_block(block, dim, number=int(key) + 1)
-    return "sites"
 
 
 def wrap_train(train: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import arithmetic_of
+from olmo_lns.measured import Measured
 from olmo_lns.processes import same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme
 from olmo_lns.shadow import device_of, has_no_values
@@ -42,7 +43,7 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
     if can_run and (names is None or not any(map(has_no_values, weights))):
         model.config.lns_norms = locate_and_scale(model, scheme, initialization=initialization)
     elif names is not None:
-        any_model.report(model, located_by_names(model, names), ["output", "gradient"])
+        any_model.report(model, located_by_names(model, names), {Measured.OUTPUT, Measured.GRADIENT})
     else:
         raise LNSConfigError(
             f"{type(model).__name__} is quantized or sharded, and its config lacks lns_norms, the names of its norms. "

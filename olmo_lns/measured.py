@@ -1,0 +1,34 @@
+"""The kinds of measurements of a built model, and their text in the start-up line."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Collection
+
+
+class Measured(Enum):
+    """One kind of measurement. Its value is its text in the start-up line, which lists the kinds in this order."""
+
+    #: Each block was run, and reads its stream through the norms that have a factor, and through no others.
+    SITES = "sites"
+    #: With the plan of Pre-LN, the forward that replaces a block's own gives the same output.
+    BLOCK = "block"
+    #: The output of each norm is its factor times the output before.
+    OUTPUT = "output"
+    #: The gradient of each norm's input is its factor times the gradient before.
+    GRADIENT = "gradient"
+    #: The same for all norms but those that are fused with a linear layer, whose gradient is not measured.
+    GRADIENT_UNLESS_FUSED = "gradient where no linear layer is fused"
+    #: The residual output projections have the standard deviation that their initialization gives.
+    INITIALIZATION = "initialization"
+    #: The config has the requested initialization. The weights have no values in this process, or no known deviation.
+    INITIALIZATION_IN_CONFIG = "initialization (read back)"
+
+
+def describe(measured: Collection[Measured], *, sites_not_run: str = "") -> str:
+    """Return the text of the start-up line about measurements, such as ``measured: sites, output, gradient``.
+
+    :param sites_not_run: why the blocks could not be run to measure the sites. The line then says so.
+    """
+    texts = [each.value for each in Measured if each in measured]
+    return f"measured: {', '.join([f'not the sites ({sites_not_run})', *texts] if sites_not_run else texts)}"
