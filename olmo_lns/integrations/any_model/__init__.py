@@ -10,6 +10,7 @@ Read the modules in this order. Each imports only those above it.
 * ``state``: save and restore what a forward may change.
 * ``example``: run a model on the example, and leave no trace of the forward in it.
 * ``fused_kernels``: kernels that read the weights of a norm and do not call it.
+* ``norm_check``: check that the norms of all blocks compute norms.
 * ``probing``: probe one block of each structure.
 * ``finding``: find the norms.
 * ``scaling``: scale them and measure them.

@@ -15,6 +15,7 @@ from olmo_lns.folding import check_finite
 from olmo_lns.integrations.any_model.example import forward, undisturbed
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, norms_to_hook
 from olmo_lns.integrations.any_model.located import Located
+from olmo_lns.integrations.any_model.norm_check import check_norms
 from olmo_lns.integrations.any_model.probing import BlockProbes
 from olmo_lns.integrations.any_model.refusals import refuse_adapted
 from olmo_lns.processes import on_first_rank
@@ -130,9 +131,10 @@ def _locate(
         confirmed, in_training = _confirm(model, found, probes, run, traces=blocks is None)
         probes.probe_others(confirmed.blocks)
         hooked = [name for block, each in probes.separately for name in norms_to_hook(block, each, arithmetic_of)]
-    block_norms, projections = probes.norms, probes.projections
+        block_norms, projections = probes.norms, probes.projections
+        names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
+        check_norms(names, block_norms, found.trace.shapes, shadow.device_of(model))
     members = [norm for each in block_norms for norm in each]
-    names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
     _require_one_run(names, block_norms, found.trace)
     if found.blocks and not confirmed.is_residual_stream:
         with undisturbed(model):

@@ -1,0 +1,123 @@
+"""Check that the norms of all blocks compute norms, and have no depth factor of their own.
+
+The probe runs one block of each structure. The other blocks are compared with it while the outputs of their norms are
+frozen, so this comparison does not show what their norms compute. Here each norm runs alone on the same random rows,
+with the same random parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Callable, Mapping, Sequence, cast
+
+import torch
+from torch import nn
+
+from olmo_lns import probe
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.response import first_output
+
+_Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_norms(
+    names: Mapping[nn.Module, str],
+    norms: Sequence[tuple[nn.Module, ...]],
+    shapes: Mapping[nn.Module, tuple[int, ...]],
+    device: torch.device,
+) -> None:
+    """Check the norms of all blocks in eval mode and in training mode. They are in eval mode afterwards.
+
+    The first norm of each kind is known to be one in eval mode. Another norm may compute something else, for example
+    with a constant of its own, but it has to ignore the size of its input.
+
+    :param names: name of each norm.
+    :param norms: the norms of each block, from block 1.
+    :param shapes: shape of the input of each norm in the forward of the model.
+    :param device: the device of norms without weights.
+    :raises LNSConfigError: if a norm computes no norm, or if the norms multiply their outputs by a depth factor.
+    """
+    firsts: dict[Any, tuple[int, torch.Tensor]] = {}  # kind of a norm -> number of the first block with it, its output
+    exponents: list[float] = []  # of the number of a block, in the factor of its norm to that of the first block
+    for number, pair in enumerate(norms, start=1):
+        for place, norm in enumerate(pair):
+            for trains in (False, True):
+                probe.set_training(norm, trains)
+                found = _output(norm, shapes.get(norm, ()), device)
+                probe.set_training(norm, False)
+                if found is None:
+                    continue
+                run, x, output = found
+                key = place, type(norm), tuple((name, p.shape) for name, p in norm.named_parameters()), x.shape
+                first_number, first = firsts.setdefault(key, (number, output))
+                factor = _factor(output, first)
+                if output is first:
+                    continue
+                if number != first_number and not trains:
+                    exponents.append(math.log(factor) / math.log(first_number / number) if factor > 0 else math.nan)
+                if factor != 1.0 and not _is_norm(norm, run, x, trains=trains):
+                    raise LNSConfigError(
+                        f"{names[norm]} ({type(norm).__name__}) of block {number} computes no norm in "
+                        f"{'training' if trains else 'eval'} mode, since its output depends on the size of its input. "
+                        "Expected a norm in each block and in both modes. Use the same norm in all blocks."
+                    )
+    # Of two blocks, any ratio would be some exponent.
+    if (
+        exponents
+        and 0.01 < min(exponents) > max(exponents) - 0.01
+        and (len(norms) > 2 or abs(exponents[0] - 0.5) < 0.01)
+    ):
+        raise LNSConfigError(
+            f"The norms of block l multiply their outputs by l^-{exponents[0]:.3g}. This model therefore has LayerNorm "
+            "Scaling inside of its norms, and apply() would multiply twice. Remove the model's own factor, or do not "
+            "call apply()."
+        )
+
+
+def _output(
+    norm: nn.Module, shape: tuple[int, ...], device: torch.device
+) -> tuple[_Run, torch.Tensor, torch.Tensor] | None:
+    """Run a norm with random parameters, and without the factor of a scheme.
+
+    :param shape: an input that the norm takes if it does not take rows.
+    :returns: a function that runs the norm in its present mode, its input and its output; None if it cannot be run.
+    """
+    parameters = dict(norm.named_parameters())
+    device = next((parameter.device for parameter in parameters.values()), device)
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=generator, device="cpu").to(device)
+
+    values = {name: 1 + 0.25 * drawn(parameter.shape) for name, parameter in parameters.items()}
+    values |= {name: b.float() if b.is_floating_point() else b.clone() for name, b in norm.named_buffers()}
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with probe.same_randomness(device):
+            output: torch.Tensor = first_output(torch.func.functional_call(norm, values, (x,)))
+        return output.double() / getattr(norm, "lns_scale", 1.0)
+
+    for each in ((2, 3, *shape[-1:]), shape) if shape else ():
+        with contextlib.suppress(Exception):  # it does not take rows, or more than one input, or no fp32
+            x = 64.0 * drawn(each)
+            if bool((output := run(x)).isfinite().all()):
+                return run, x, output
+    return None
+
+
+def _factor(output: torch.Tensor, first: torch.Tensor) -> float:
+    """Return by what number ``first`` was multiplied. It is exactly 1 up to the rounding of fp32, and NaN for none."""
+    size = float((first * first).sum())
+    factor = float((output * first).sum()) / size if output.shape == first.shape and size else math.nan
+    if not float((output - factor * first).norm()) < probe.SAME * float(output.norm()):
+        return math.nan
+    return 1.0 if abs(factor - 1.0) < probe.SAME else factor
+
+
+def _is_norm(norm: nn.Module, run: _Run, x: torch.Tensor, *, trains: bool) -> bool:
+    probe.set_training(norm, trains)
+    try:
+        return probe.is_norm(cast("nn.Module", run), (x,), {})
+    finally:
+        probe.set_training(norm, False)
