@@ -127,6 +127,8 @@ for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enume
 def arm_named(name: str) -> Arm:
     """Return an arm by its name, or by the spelling of a scheme, which has plain initialization.
 
+    An arm by a spelling that no arm of :data:`ARMS` has is new, and not in the table. :func:`define_arm` adds it.
+
     :raises LNSConfigError: if the arm is unknown, or the scheme does not have the parameter.
 
     >>> arm_named("lns:exponent=0.3").name
@@ -145,7 +147,7 @@ def arm_named(name: str) -> Arm:
             return arm
     label = scheme.definition.label + (f" ({scheme.arguments})" if scheme.arguments else "")
     slug = re.sub(r"[^a-z0-9.]+", "_", str(scheme).lower())
-    return define_arm(Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label))
+    return Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label)
 
 
 def check_environment() -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from olmo_lns.arms import ARMS, arm_named
+from olmo_lns.arms import ARMS, arm_named, define_arm
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.study import bundled_configs
 from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
@@ -143,7 +143,13 @@ class Study:
 
 
 def _runs(description: Description, path: Path, engine: Engine) -> Iterable[Run]:
-    """Yield the runs by size. The arms of one seed come together, so that an unfinished study can compare them."""
+    """Yield the runs by size. The arms of one seed come together, so that an unfinished study can compare them.
+
+    New arms of the description are added to the table of arms.
+    """
+    for new in (arm_named(name) for name in description.arms):
+        if new.name not in ARMS:
+            define_arm(new)  # a scheme by its spelling, whose label and style the report looks up
     arms = [(arm_named(name).name, overrides) for name, overrides in description.arms.items()]
     arm_names = [arm for arm, _ in arms]
     rates = _by_arm("rates", description.rates, arm_names)
