@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Mapping, Sequence, cast
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -55,19 +55,15 @@ def check_norms(
                 if output is first:
                     continue
                 if number != first_number and not trains:
-                    exponents.append(math.log(factor) / math.log(first_number / number) if factor > 0 else math.nan)
-                if factor != 1.0 and not _is_norm(norm, run, x, trains=trains):
+                    exponents.append(math.log(factor) / math.log(first_number / number) if factor > 0 else 0.0)
+                if factor != 1.0 and not _ignores_sizes(norm, run, x, trains=trains):
                     raise LNSConfigError(
                         f"{names[norm]} ({type(norm).__name__}) of block {number} computes no norm in "
                         f"{'training' if trains else 'eval'} mode, since its output depends on the size of its input. "
                         "Expected a norm in each block and in both modes. Use the same norm in all blocks."
                     )
-    # Of two blocks, any ratio would be some exponent.
-    if (
-        exponents
-        and 0.01 < min(exponents) > max(exponents) - 0.01
-        and (len(norms) > 2 or abs(exponents[0] - 0.5) < 0.01)
-    ):
+    is_factor = bool(exponents) and min(exponents) > 0.01 and max(exponents) < min(exponents) + 0.01
+    if is_factor and (len(norms) > 2 or abs(exponents[0] - 0.5) < 0.01):  # of two blocks, any ratio is some exponent
         raise LNSConfigError(
             f"The norms of block l multiply their outputs by l^-{exponents[0]:.3g}. This model therefore has LayerNorm "
             "Scaling inside of its norms, and apply() would multiply twice. Remove the model's own factor, or do not "
@@ -91,14 +87,15 @@ def _output(
         return torch.randn(tuple(shape), generator=generator, device="cpu").to(device)
 
     values = {name: 1 + 0.25 * drawn(parameter.shape) for name, parameter in parameters.items()}
-    values |= {name: b.float() if b.is_floating_point() else b.clone() for name, b in norm.named_buffers()}
 
     def run(x: torch.Tensor) -> torch.Tensor:
+        buffers = {name: b.float() if b.is_floating_point() else b for name, b in norm.named_buffers()}
+        tensors = values | {name: b.clone() for name, b in buffers.items()}  # the norm may write to them
         with probe.same_randomness(device):
-            output: torch.Tensor = first_output(torch.func.functional_call(norm, values, (x,)))
+            output: torch.Tensor = first_output(torch.func.functional_call(norm, tensors, (x,)))
         return output.double() / getattr(norm, "lns_scale", 1.0)
 
-    for each in ((2, 3, *shape[-1:]), shape) if shape else ():
+    for each in ((2, 3, *shape[-1:]), (2, *shape[1:])) if shape else ():
         with contextlib.suppress(Exception):  # it does not take rows, or more than one input, or no fp32
             x = 64.0 * drawn(each)
             if bool((output := run(x)).isfinite().all()):
@@ -106,18 +103,22 @@ def _output(
     return None
 
 
-def _factor(output: torch.Tensor, first: torch.Tensor) -> float:
-    """Return by what number ``first`` was multiplied. It is exactly 1 up to the rounding of fp32, and NaN for none."""
+def _factor(output: torch.Tensor, first: torch.Tensor, tolerance: float = probe.SAME) -> float:
+    """Return by what number ``first`` was multiplied. It is exactly 1 up to the tolerance, and NaN for none."""
     size = float((first * first).sum())
     factor = float((output * first).sum()) / size if output.shape == first.shape and size else math.nan
-    if not float((output - factor * first).norm()) < probe.SAME * float(output.norm()):
+    if not float((output - factor * first).norm()) < tolerance * float(output.norm()):
         return math.nan
-    return 1.0 if abs(factor - 1.0) < probe.SAME else factor
+    return 1.0 if abs(factor - 1.0) < tolerance else factor
 
 
-def _is_norm(norm: nn.Module, run: _Run, x: torch.Tensor, *, trains: bool) -> bool:
+def _ignores_sizes(norm: nn.Module, run: _Run, x: torch.Tensor, *, trains: bool) -> bool:
+    """Return true if each example of an input may have another size, and the output stays the same.
+
+    In training mode the whole output may be larger, as that of a norm which also divides by a running mean.
+    """
+    sizes = 2.0 ** torch.arange(len(x), device=x.device)  # powers of 2 are exact in every dtype
     probe.set_training(norm, trains)
-    try:
-        return probe.is_norm(cast("nn.Module", run), (x,), {})
-    finally:
-        probe.set_training(norm, False)
+    factor = _factor(run(x * sizes.view(-1, *[1] * (x.dim() - 1))), run(x), tolerance=1e-3)
+    probe.set_training(norm, False)
+    return factor > 0 if trains else factor == 1.0
