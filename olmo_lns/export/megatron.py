@@ -155,12 +155,12 @@ class MegatronFormat(Format):
         scheme = saved.scheme(scheme)
         if scheme.is_pre_ln:
             raise LNSConfigError(f"{folder} is Pre-LN, so there is nothing to fold. Use the checkpoint as it is.")
-        layers = int(saved.args.num_layers)
-        factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
         tensors = saved.weights()
-        for name, layer, part in saved.norm_parameters():
-            factor = factors if layer is None else float(factors[layer])
-            tensors[name] = multiplied(tensors[name], factor, None, saved.shift if part == "weight" else 0.0)
+        for norm in saved.norm_parameters():
+            numbers = range(1, saved.n_layers + 1) if norm.layer_number is None else [norm.layer_number]
+            scales = [scheme.plan(number, saved.n_layers, norm.sub_layer).norm_scale for number in numbers]
+            factor, shift = torch.tensor(scales, dtype=torch.float64), saved.shift if norm.is_weight else 0.0
+            tensors[norm.name] = multiplied(tensors[norm.name], factor, None, shift)
         check_finite(tensors.items())
         write(saved, tensors, out)
         return (

@@ -41,9 +41,9 @@ _TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng
 _BLOCK_NORM = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:"
     + "|".join(
-        re.escape(start)
-        for names in LAYER.values()
-        for start in (f"{names.norm}.", *(f"{names.module}.{linear}.{FUSED_NORM}" for linear in names.fused))
+        f"(?P<{sub_layer}>{'|'.join(map(re.escape, starts))})"
+        for sub_layer, names in LAYER.items()
+        for starts in [(f"{names.norm}.", *(f"{names.module}.{linear}.{FUSED_NORM}" for linear in names.fused))]
     )
     + r")(?P<part>weight|bias)$"
 )
@@ -54,6 +54,22 @@ _SAFE_CLASSES = {
     "pathlib.PosixPath": pathlib.PosixPath,
     "signal.Signals": signal.Signals,
 }
+
+
+@dataclass(frozen=True)
+class NormParameter:
+    """A parameter of one of the two norms of a block.
+
+    :param name: its name in the checkpoint.
+    :param sub_layer: ``attn`` or ``ff``.
+    :param layer_number: number of its layer, from 1. It is None if the tensor stacks the layers.
+    :param is_weight: true for the weight of the norm, and false for its bias.
+    """
+
+    name: str
+    sub_layer: str
+    layer_number: int | None
+    is_weight: bool
 
 
 @dataclass
@@ -102,13 +118,16 @@ class Saved:
         """The number that must be added to the stored weight of a norm, which is 1 for zero-centered weights."""
         return 1.0 if self.argument("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
-    def norm_parameters(self) -> Iterator[tuple[str, int | None, str]]:
-        """Yield for each parameter of a block's norm: its name, its layer, and ``weight`` or ``bias``.
+    @property
+    def n_layers(self) -> int:
+        return int(self.args.num_layers)
 
-        The layer is counted from 0. It is None if the layers are stacked.
-        """
+    def norm_parameters(self) -> Iterator[NormParameter]:
+        """Yield the parameters of the norms before attention and MLP in all layers."""
         for match in filter(None, map(_BLOCK_NORM.match, self.tensors)):
-            yield match[0], None if match["layer"] is None else int(match["layer"]), match["part"]
+            sub_layer = next(name for name in LAYER if match[name] is not None)
+            layer_number = None if match["layer"] is None else int(match["layer"]) + 1
+            yield NormParameter(match[0], sub_layer, layer_number, match["part"] == "weight")
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the unsharded tensors of the model on the CPU."""
@@ -138,9 +157,9 @@ def read(folder: Path) -> Saved:
     entries = {name: entry for name, entry in metadata.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     saved = Saved(folder, common, tensors, [name for name in entries if name not in tensors])
-    layers = int(saved.args.num_layers)
-    weights = [(name, layer) for name, layer, part in saved.norm_parameters() if part == "weight"]
-    norms = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in weights)
+    layers = saved.n_layers
+    weights = [parameter for parameter in saved.norm_parameters() if parameter.is_weight]
+    norms = sum(saved.tensors[each.name].size[0] if each.layer_number is None else 1 for each in weights)
     unsupported = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
     if norms != 2 * layers or unsupported:
         raise LNSConfigError(
