@@ -13,6 +13,7 @@ from torch import nn
 
 from olmo_lns.frameworks import FRAMEWORKS, framework_of
 from olmo_lns.integrations import any_model
+from olmo_lns.integrations.hints import Hints
 from olmo_lns.integrations.interface import Integration, fold_model
 from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
@@ -80,8 +81,9 @@ def apply(
     """
     with same_outcome_on_every_rank():
         chosen, integration = as_scheme(scheme), integration_of(model)
-        integration.require_supported(model, chosen, {"blocks": blocks, "norms": norms, "example": example})
-    integration.apply(model, chosen, blocks=blocks, norms=norms, example=example, trained=trained)
+        hints = Hints(blocks=blocks, norms=norms, example=example, trained=trained)
+        integration.require_supported(model, chosen, hints)
+    integration.apply(model, chosen, hints)
     return model
 
 
@@ -139,7 +141,7 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
     ``plain_initialization(model)`` for nanoGPT.
     """
     if isinstance(target, nn.Module):
-        line = integration_of(target).make_plain(target, blocks, example)
+        line = integration_of(target).make_plain(target, Hints(blocks=blocks, example=example))
         if is_first_process():
             write_line(line)
         return target

@@ -7,7 +7,7 @@ its module ``integration``, whose instance is called ``INTEGRATION``, and overri
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Sequence
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.folding import check_finite, fold_norms
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
+from olmo_lns.integrations.hints import Hints
 from olmo_lns.norm import NormArithmetic, arithmetic_of_torch
 from olmo_lns.processes import same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme
@@ -44,47 +45,42 @@ class Integration:
     def locate(
         self,
         model: nn.Module,
-        example: Any,
-        blocks: Sequence[nn.Module] | None,
-        norms: Sequence[Any] | None = None,
+        hints: Hints,
         find: Callable[..., Located] = any_model.locate,
     ) -> Located:
         """Find the norms before the branches of a model.
 
         :param find: :func:`~olmo_lns.integrations.any_model.locate`, or the function that does so in the first process.
         """
-        blocks = self.blocks_of(model) if blocks is None and norms is None else blocks
-        return find(model, example, blocks, norms, arithmetic_of=self.arithmetic_of)
+        blocks = self.blocks_of(model) if hints.blocks is None and hints.norms is None else hints.blocks
+        return find(model, hints.example, blocks, hints.norms, arithmetic_of=self.arithmetic_of)
 
     # --- apply
 
-    def require_supported(self, model: nn.Module, scheme: Scheme, given: Mapping[str, Any]) -> None:
+    def require_supported(self, model: nn.Module, scheme: Scheme, hints: Hints) -> None:
         """Check, before a model is run, what does not depend on its blocks.
 
-        :param given: the optional arguments of :func:`olmo_lns.apply` by their names.
-        :raises LNSConfigError: if the integration does not support the scheme, the model or an argument.
+        :raises LNSConfigError: if the integration does not support the scheme, the model or a hint.
         """
         environment.check()
         any_model.require_unwrapped(model)
         depth = 8  # any depth would do; the model's is not known before its blocks are found
         scheme.require_only_scales_norms(depth, framework="olmo_lns.apply")
 
-    def apply(self, model: Any, scheme: Scheme, *, blocks: Any, norms: Any, example: Any, trained: bool | None) -> None:
+    def apply(self, model: Any, scheme: Scheme, hints: Hints) -> None:
         """Apply a scheme to a built model. Every process of a launch must call this.
 
         If it raises in one process, it raises in all of them, and each leaves its model unchanged.
-
-        :param blocks, norms, example, trained: as in :func:`olmo_lns.apply`.
         """
         with same_outcome_on_every_rank():
-            located = self.locate(model, example, blocks, norms, any_model.locate_on_first_rank)
+            located = self.locate(model, hints, any_model.locate_on_first_rank)
         with sites.stock_on_failure(model):
             with same_outcome_on_every_rank():
                 part = any_model.trained_part_of(model, located)
                 measured = any_model.attach(
-                    model, located, scheme, self.arithmetic_of, trained_part=part, trained=trained
+                    model, located, scheme, self.arithmetic_of, trained_part=part, trained=hints.trained
                 )
-                any_model.check_without_hooks(model, located, example)
+                any_model.check_without_hooks(model, located, hints.example)
                 found = any_model.describe_initialization(model, located, part)
             self.record_scheme(model, scheme)  # no process has failed
         any_model.report(model, located, measured, found)
@@ -115,15 +111,14 @@ class Integration:
             "or the config of an OLMo or a Megatron model before it is built."
         )
 
-    def make_plain(self, model: nn.Module, blocks: Any, example: Any) -> str:
+    def make_plain(self, model: nn.Module, hints: Hints) -> str:
         """Remove the depth factor from the weights of a built model.
 
-        :param blocks, example: as in :func:`olmo_lns.apply`.
         :returns: a line that describes the change.
         :raises LNSConfigError: if the weights are trained or were drawn by another rule. Nothing is changed then.
         """
         is_marked = any(True for _ in initialization.marked(model))
-        if is_marked and blocks is None and example is None:  # it may be sharded by now
+        if is_marked and hints.blocks is None and hints.example is None:  # it may be sharded by now
             return initialization.make_plain(model)
         if not is_marked and any(sites.in_model(model)):
             raise LNSConfigError(
@@ -131,7 +126,7 @@ class Integration:
                 "known and cannot be measured. Draw these weights like all others, without a depth factor."
             )
         any_model.require_unwrapped(model)
-        located = self.locate(model, example, blocks)
+        located = self.locate(model, hints)
         found = nn.ModuleList(located.blocks_of(model))
         with initialization.marks_restored_on_failure(model):
             initialization.mark(list(found), located.projections, located.norms_of(model))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any
 
 from torch import nn
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.hints import Hints
 from olmo_lns.integrations.interface import Integration
 from olmo_lns.integrations.olmo_core.norms import arithmetic_of
 from olmo_lns.norm import NormArithmetic
@@ -20,13 +21,13 @@ class OLMoCore(Integration):
     def arithmetic_of(self, norm: nn.Module) -> NormArithmetic | None:
         return arithmetic_of(norm) or super().arithmetic_of(norm)
 
-    def require_supported(self, model: nn.Module, scheme: Scheme, given: Mapping[str, Any]) -> None:
+    def require_supported(self, model: nn.Module, scheme: Scheme, hints: Hints) -> None:
         """Refuse a built model without a scheme.
 
         OLMo-core saves the config of the script with each checkpoint. A built model cannot change it, so a later resume
         would be refused.
         """
-        super().require_supported(model, scheme, given)
+        super().require_supported(model, scheme, hints)
         if not any(sites.in_model(model)):
             raise LNSConfigError(
                 f"apply found a built {type(model).__name__} of OLMo-core, whose checkpoints name the scheme in the "

@@ -58,17 +58,15 @@ def apply(
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
+    from olmo_lns.integrations.hints import Hints
     from olmo_lns.integrations.transformers import integration
 
     register()
     integration.apply(
         model,
         as_scheme(scheme),
-        blocks=blocks,
-        norms=norms,
-        example=example,
+        Hints(blocks=blocks, norms=norms, example=example, trained=trained),
         initialization=initialization,
-        trained=trained,
         in_every_process=in_every_process,
     )
     return model

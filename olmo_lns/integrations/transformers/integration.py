@@ -11,6 +11,7 @@ from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
+from olmo_lns.integrations.hints import Hints
 from olmo_lns.integrations.interface import Integration, fold_model
 from olmo_lns.integrations.transformers import classes, scaling
 from olmo_lns.integrations.transformers.norms import arithmetic_of
@@ -21,11 +22,8 @@ from olmo_lns.schemes import Scheme
 def apply(
     model: Any,
     scheme: Scheme,
+    hints: Hints,
     *,
-    blocks: Any,
-    norms: Any,
-    example: Any,
-    trained: bool | None,
     initialization: str = "",
     in_every_process: bool,
 ) -> None:
@@ -44,17 +42,8 @@ def apply(
     is_attached = isinstance(model, classes.SchemeModel)
     if not is_attached:
         classes.require_free_names(model)
-    draw = None if is_attached or trained else initialization or "plain"
-    names = scaling.locate_and_scale(
-        model,
-        scheme,
-        blocks,
-        example,
-        norms=norms,
-        initialization=draw,
-        trained=trained,
-        in_every_process=in_every_process,
-    )
+    draw = None if is_attached or hints.trained else initialization or "plain"
+    names = scaling.locate_and_scale(model, scheme, hints, initialization=draw, in_every_process=in_every_process)
     if not is_attached:
         stock_config, config = model.config, copy.deepcopy(model.config)
         stock_class: Any = type(stock_config)
@@ -84,11 +73,11 @@ class Transformers(Integration):
     def forward(self, model: nn.Module, example: Any) -> Callable[[], Any]:
         return any_model.forward(model, scaling.usual_example(model) if example is None else example)
 
-    def locate(self, model: nn.Module, *args: Any, **options: Any) -> Located:
-        return scaling.locate(model, *args, **options)
+    def locate(self, model: nn.Module, hints: Hints, find: Callable[..., Located] = any_model.locate) -> Located:
+        return scaling.locate(model, hints, find)
 
-    def apply(self, model: Any, scheme: Scheme, **options: Any) -> None:
-        apply(model, scheme, in_every_process=True, **options)
+    def apply(self, model: Any, scheme: Scheme, hints: Hints) -> None:
+        apply(model, scheme, hints, in_every_process=True)
 
     def require_foldable(self, model: Any) -> None:
         if isinstance(model, classes.SchemeModel):

@@ -18,6 +18,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import Initialization, make_plain, measure
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
+from olmo_lns.integrations.hints import Hints
 from olmo_lns.integrations.transformers.model_types import PREFIX
 from olmo_lns.integrations.transformers.norms import arithmetic_of
 from olmo_lns.measured import Measured
@@ -41,7 +42,7 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
     weights = list(model.parameters())
     can_run = all(p.is_floating_point() and not hasattr(p, "placements") for p in weights)
     if can_run and (names is None or not any(map(has_no_values, weights))):
-        model.config.lns_norms = locate_and_scale(model, scheme, initialization=initialization)
+        model.config.lns_norms = locate_and_scale(model, scheme, Hints(trained=True), initialization=initialization)
     elif names is not None:
         any_model.report(model, located_by_names(model, names), {Measured.OUTPUT, Measured.GRADIENT})
     else:
@@ -51,21 +52,18 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
         )
 
 
-def locate(
-    model: Any,
-    example: Any = None,
-    blocks: Any = None,
-    norms: Any = None,
-    find: Callable[..., Located] = any_model.locate,
-) -> Located:
+def locate(model: Any, hints: Hints, find: Callable[..., Located] = any_model.locate) -> Located:
     """Find the blocks and their norms by a forward without a key-value cache, which a block's second run would extend.
 
-    :param example: as in :func:`olmo_lns.apply`; the default is a short text or an image.
+    :param hints: the default of the example is a short text or an image.
     :param find: finds the norms, in this process or in the first one of a launch.
     """
-    example = usual_example(model) if example is None else example
     with _without_cache(model):
-        return find(model, example, blocks, norms, arithmetic_of=arithmetic_of)
+        return find(model, _example(model, hints), hints.blocks, hints.norms, arithmetic_of=arithmetic_of)
+
+
+def _example(model: Any, hints: Hints) -> Any:
+    return usual_example(model) if hints.example is None else hints.example
 
 
 @contextmanager
@@ -90,18 +88,14 @@ def _without_cache(model: Any) -> Iterator[None]:
 def locate_and_scale(
     model: Any,
     scheme: Scheme,
-    blocks: Any = None,
-    example: Any = None,
+    hints: Hints,
     *,
-    norms: Any = None,
-    initialization: str | None = None,
-    trained: bool | None = True,
+    initialization: str | None,
     in_every_process: bool = False,
 ) -> dict[str, Any]:
     """Find the norms, scale them if they are stock, measure the model, and write the start-up line.
 
     :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
-    :param trained: as in :func:`olmo_lns.apply`.
     :param in_every_process: as in :func:`olmo_lns.integrations.transformers.apply`.
     :returns: the norms, as in :func:`names_by_path`.
     :raises LNSConfigError: if a scheme does not support the model.
@@ -110,7 +104,7 @@ def locate_and_scale(
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
     find = any_model.locate_on_first_rank if in_every_process else any_model.locate
-    located = locate(model, example, blocks, norms, find)
+    located = locate(model, hints, find)
     names = names_by_path(model, located)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -119,9 +113,9 @@ def locate_and_scale(
         )
     with sites.stock_on_failure(model), same_outcome_on_every_rank() if in_every_process else nullcontext():
         part = any_model.trained_part_of(model, located)
-        measured = any_model.attach(model, located, scheme, arithmetic_of, trained_part=part, trained=trained)
+        measured = any_model.attach(model, located, scheme, arithmetic_of, trained_part=part, trained=hints.trained)
         with _without_cache(model):
-            any_model.check_without_hooks(model, located, usual_example(model) if example is None else example)
+            any_model.check_without_hooks(model, located, _example(model, hints))
         found, is_removed = decide_initialization(model, located, initialization, part)
     if is_removed:
         make_plain(model, found)
