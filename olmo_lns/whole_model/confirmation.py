@@ -31,10 +31,15 @@ class Confirmation:
 
     :param blocks: the blocks that computed what the probed block of their structure computed.
     :param is_residual_stream: true if all blocks did, and each read what the block before it returned.
+    :param order: the blocks in the order in which they ran.
+    :param changed: pairs of blocks that ran one after the other, where the second read something else than the first
+        returned.
     """
 
     blocks: set[nn.Module] = field(default_factory=set)
     is_residual_stream: bool = False
+    order: list[nn.Module] = field(default_factory=list)
+    changed: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
 
 
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
@@ -66,7 +71,7 @@ def confirming(
     before: dict[nn.Module, torch.Tensor] = {}  # block -> the stream before it
     inputs: dict[nn.Module, dict[str, torch.Tensor]] = {block: {} for block in blocks}
     last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
-    passed: list[bool] = []
+    order = confirmation.order
     returned: set[nn.Module] = set()
 
     def moved(stream: torch.Tensor) -> torch.Tensor:
@@ -76,7 +81,9 @@ def confirming(
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replay, call = replays[block], calls[block]
         stream = call.stream_among(args, kwargs)
-        passed.append(not last or is_same(last.pop(), stream))
+        if last and not is_same(last.pop(), stream):
+            confirmation.changed.append((order[-1], block))
+        order.append(block)
         before[block] = stream.detach().clone() if returned else moved(stream)
         probe.seed_generators(stream.device, replay.call.seed)
         with torch.set_grad_enabled(trains):
@@ -107,8 +114,8 @@ def confirming(
             for name in replays[block].site_names:
                 stack.enter_context(_running(block.get_submodule(name), functools.partial(run_norm, block, name)))
         yield confirmation
-    in_order = len(passed) == len(returned) == len(blocks)
-    confirmation.is_residual_stream = in_order and all(passed) and len(confirmation.blocks) == len(blocks)
+    is_whole = order == list(blocks) and len(returned) == len(confirmation.blocks) == len(blocks)
+    confirmation.is_residual_stream = is_whole and not confirmation.changed
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Check that a model runs the same blocks and norms in training mode as in eval mode.
+"""Check that a model runs the same blocks and norms in training mode as in eval mode, in the same order on one stream.
 
 The example may fail in training mode, for instance because the model then needs labels. The model is not checked in
 this case. Some models write to their weights in such a forward, which is prevented.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -16,23 +17,28 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.shadow import has_no_values
+from olmo_lns.whole_model.confirmation import Confirmation
 from olmo_lns.whole_model.depth import functional_blocks, similar_modules
-from olmo_lns.whole_model.trace import Trace, trace_forward
+from olmo_lns.whole_model.names import norms_example
+from olmo_lns.whole_model.stream import is_same
+from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
 
 log = logging.getLogger("olmo_lns")
 
 
-def trace_in_training(model: nn.Module, run: Callable[[], Any]) -> Trace:
+def trace_in_training(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module] = ()) -> Trace:
     """Run a model once in training mode, which must be set, and observe its modules.
 
     :param run: runs one forward of the model.
+    :param members: the modules whose calls are kept.
     :raises LNSConfigError: if the model cannot run in training mode on the example, for instance because it needs
         labels, or if it writes to its weights.
     """
     with _read_only(model):
-        return trace_forward(model, run, ())
+        return trace_forward(model, run, members)
 
 
 def require_same_in_training(
@@ -42,30 +48,53 @@ def require_same_in_training(
     trace: Trace,
     run: Callable[[], Any],
     in_training: Trace | None = None,
+    confirmation: Confirmation | None = None,
+    *,
+    named_by_user: bool = False,
 ) -> None:
-    """Check that a model runs the same blocks and norms in training mode as in eval mode.
+    """Check that a model runs the same blocks and norms in training mode, which must be set, as in eval mode.
 
     A model that cannot run in training mode on the example, for instance because it needs labels, is not checked.
 
-    :param blocks: the blocks, or the norms that the user passed if no module runs a block.
+    :param blocks: the blocks.
     :param norms: all norms that will be scaled.
     :param trace: the forward in eval mode.
-    :param run: runs one forward of the model in training mode.
+    :param run: runs one forward of the model.
     :param in_training: the result of :func:`trace_in_training`, if there is one already.
-    :raises LNSConfigError: if further blocks run in training mode, or a norm runs several times. The message names
-        them.
+    :param confirmation: how the blocks ran while they were confirmed in training mode, if they were.
+    :param named_by_user: true if the user passed the blocks. Others may then run in training mode.
+    :raises LNSConfigError: if further blocks run in training mode, if a norm runs several times, if the blocks run in
+        another order, or if the stream is normalized between them. The message names the blocks or norms.
     """
     names, norms = {module: name for name, module in model.named_modules()}, list(norms)
-    widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
+    numbers = {block: number for number, block in enumerate(blocks, start=1)}
+
+    def problems(observed: Trace) -> tuple[list[str], list[str]]:
+        """Return the names of norms that run several times, and of further blocks."""
+        if named_by_user:
+            return [], []
+        widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
+        similar = similar_modules(model, blocks, observed, widths, run)
+        similar |= functional_blocks(model, blocks, observed, widths, run)
+        again = [names[norm] for norm in norms if observed.runs.get(norm, 0) > 1]
+        return again, [n for n, module in similar.items() if not any(part in trace.runs for part in module.modules())]
+
     try:
-        in_training = in_training or trace_in_training(model, run)
-        similar = similar_modules(model, blocks, in_training, widths, run)
-        similar |= functional_blocks(model, blocks, in_training, widths, run)
+        observed = in_training or trace_in_training(model, run, blocks)
+        again, added = problems(observed)
+        if (again or added) and in_training is not None:  # random numbers in the stream may have caused them
+            again, added = problems(trace_in_training(model, run, blocks))
+        order, changed = (confirmation.order, confirmation.changed) if confirmation else _flow(blocks, trace, observed)
+        nonlinear = [
+            (before, block)
+            for before, block in changed
+            if (call := trace.calls[block]) is not None
+            and (numbers[block] != numbers[before] + 1 or is_same(trace.outputs[before], call.stream))  # in eval mode
+            and not _keeps_proportion(before, block, call, model, run)
+        ]
     except LNSConfigError as error:  # it needs labels, or writes to its weights
         log.info("%s: the whole model was not checked in training mode: %s", type(model).__name__, error)
         return
-    again = [names[norm] for norm in norms if in_training.runs.get(norm, 0) > 1]
-    added = [name for name, module in similar.items() if not any(part in trace.runs for part in module.modules())]
     if again or added:
         raise LNSConfigError(
             f"{type(model).__name__}: in training mode its forward runs {', '.join(again or added)} "
@@ -74,6 +103,71 @@ def require_same_in_training(
             "blocks=model.layers, or an example= that runs them once, such as example=lambda model: "
             "model.encoder(ids)."
         )
+    if (ran := [numbers[block] for block in order]) != sorted(ran):
+        raise LNSConfigError(
+            f"{type(model).__name__}: in training mode its blocks run in the order {', '.join(map(str, ran))}. "
+            "Expected the order of eval mode, because the factor of a block depends on its number in the depth. This "
+            "model is not supported."
+        )
+    for before, block in nonlinear:
+        raise LNSConfigError(
+            f"{type(model).__name__}: in training mode the model changes its stream between the blocks "
+            f"{numbers[before]} and {numbers[block]} by something else than an addition or dropout, for example by a "
+            "norm. LayerNorm Scaling expects a residual stream that goes through all blocks. If you want the factors "
+            f"in this model anyway, pass its norms: {norms_example(model, trace)}."
+        )
+
+
+def _flow(
+    blocks: Sequence[nn.Module], trace: Trace, observed: Trace
+) -> tuple[list[nn.Module], list[tuple[nn.Module, nn.Module]]]:
+    """Return the blocks in the order in which they ran, and the pairs between which their stream was changed.
+
+    :param trace: the forward in eval mode, which shows the place of each stream among the arguments.
+    :param observed: the forward whose blocks are returned, with their calls.
+    """
+    order, changed = [module for module in observed.runs if module in set(blocks)], []
+    for before, block in itertools.pairwise(order):
+        call, in_eval, output = observed.calls.get(block), trace.calls[block], observed.outputs.get(before)
+        if call is None or in_eval is None or output is None or in_eval.is_change:
+            continue
+        if not is_same(output, in_eval.stream_among(call.args, call.kwargs)):
+            changed.append((before, block))
+    return order, changed
+
+
+def _keeps_proportion(
+    before: nn.Module, block: nn.Module, call: probe.Call, model: nn.Module, run: Callable[[], Any]
+) -> bool:
+    """Return true if a change of what one block returns arrives at the next one in proportion to its size.
+
+    What dropout, noise or a sum leaves of the change is in proportion, and what a norm leaves is not.
+
+    :param call: a call of the second block.
+    """
+
+    def stream(size: float) -> torch.Tensor | None:
+        found: list[torch.Tensor] = []
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if (y := probe.stream_of(output)) is None:
+                return output
+            noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), device="cpu").to(y)
+            return replace_stream(output, y + size * y.std() * noise)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.append(call.stream_among(args, kwargs).detach().double())
+
+        handles = [before.register_forward_hook(leave), block.register_forward_pre_hook(enter, with_kwargs=True)]
+        with probe.hooks(handles), _read_only(model), torch.no_grad():
+            run()
+        return found[0] if found else None
+
+    still, once, twice = stream(0.0), stream(1.0), stream(2.0)
+    if still is None or once is None or twice is None or not still.shape == once.shape == twice.shape:
+        return True
+    tolerance = 0.02 if call.stream.dtype in (torch.float32, torch.float64) else 0.1
+    return float((twice - 2 * once + still).norm()) <= tolerance * float((twice - still).norm())
 
 
 @contextlib.contextmanager

@@ -254,6 +254,89 @@ def test_a_stream_that_is_changed_in_place_between_the_blocks_is_refused(change)
         olmo_lns.apply(Between(change), example=X)
 
 
+class InTraining(Stack):
+    """A model that changes its stream between two blocks, or the order of the blocks, in training mode only."""
+
+    def __init__(self, change=lambda x: x, order=lambda layers: layers, count=4):
+        super().__init__(count=count)
+        self.change, self.order = change, order
+
+    def forward(self, x):
+        for block in self.order(list(self.layers)) if self.training else self.layers:
+            x = block(x)
+            if self.training:
+                x = self.change(x)
+        return self.out(x)
+
+
+def divided_in_place(x):
+    x.data.div_(x.data.norm(dim=-1, keepdim=True))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: InTraining(order=lambda layers: layers[::-1]), "in the order 4, 3, 2, 1"),
+        (lambda: InTraining(order=lambda layers: [layers[1], layers[0], *layers[2:]]), "in the order 2, 1, 3, 4"),
+        (lambda: InTraining(lambda x: F.layer_norm(x, (D,))), "between the blocks 1 and 2 by something else"),
+        (lambda: InTraining(lambda x: 0.9 * x + 0.1 * F.rms_norm(x, (D,))), "by something else"),
+        (lambda: InTraining(divided_in_place), "by something else"),
+    ],
+    ids=["reversed", "exchanged", "norm", "a part of a norm", "in place"],
+)
+def test_another_order_or_a_norm_between_blocks_in_training_is_refused(make, text):
+    for options in ({}, {"blocks": True}):
+        model = make()
+        with pytest.raises(LNSError, match=f"in training mode .*{text}"):
+            olmo_lns.apply(model, example=X, **({"blocks": model.layers} if options else {}))
+        assert not list(sites.in_model(model))
+
+
+def test_the_same_in_half_precision_is_refused():
+    for make in (
+        lambda: InTraining(order=lambda layers: layers[::-1]),
+        lambda: InTraining(lambda x: F.rms_norm(x, (D,))),
+    ):
+        with pytest.raises(LNSError, match="in training mode"):
+            olmo_lns.apply(make().bfloat16(), example=X.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: InTraining(lambda x: F.dropout(x, 0.2)),
+        lambda: InTraining(lambda x: x + 0.1 * torch.randn_like(x)),
+        lambda: InTraining(lambda x: x * torch.randint(0, 2, (2, 1, 1)) * 2),
+        lambda: InTraining(order=lambda layers: [block for block in layers if torch.rand(()) < 0.6], count=8),
+        lambda: InTraining(lambda x: F.dropout(x, 0.2), lambda layers: layers[::2]),
+        lambda: InTraining(lambda x: x[:, :, torch.arange(D)]),
+    ],
+    ids=["dropout", "noise", "examples dropped", "layer drop", "both", "copy"],
+)
+def test_dropout_noise_and_dropped_blocks_between_the_blocks_are_accepted(make):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = olmo_lns.apply(make().to(dtype), example=X.to(dtype))
+        assert len(list(sites.in_model(model))) == 2 * len(model.layers)
+
+
+class Rescuing(Stack):
+    """A model with a block for a stream that is larger than any real one."""
+
+    def __init__(self):
+        super().__init__()
+        self.rescue = Block()
+
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x)
+        return self.out(self.rescue(x) if x.std() > 2 else x)
+
+
+def test_a_block_that_only_the_noise_of_the_confirmation_reaches_does_not_matter():
+    assert len(list(sites.in_model(olmo_lns.apply(Rescuing(), example=0.1 * X)))) == 8
+
+
 class InPlace(Block):
     def forward(self, x):
         x += self.attn(self.n1(x))

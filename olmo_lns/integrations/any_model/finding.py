@@ -128,7 +128,7 @@ def _locate(
         probes = BlockProbes(stack, pairs, found.trace, advice, weights)
         probes.probe_structures()
         # The attributes that the model sets on its blocks in its forward stay until all blocks have been copied.
-        confirmed, in_training = _confirm(model, found, probes, run, traces=blocks is None)
+        confirmed, in_training, traced = _confirm(model, found, probes, run)
         probes.probe_others(confirmed.blocks)
         hooked = [name for block, each in probes.separately for name in norms_to_hook(block, each, arithmetic_of)]
         block_norms, projections = probes.norms, probes.projections
@@ -139,10 +139,12 @@ def _locate(
     if found.blocks and not confirmed.is_residual_stream:
         with undisturbed(model):
             require_residual_stream(model, found.blocks, members, found.trace, run)
-    if norms is None and blocks is None:
+    if norms is None:
         with undisturbed(model):
             probe.set_training(model, True)
-            require_same_in_training(model, found.blocks, members, found.trace, run, in_training)
+            require_same_in_training(
+                model, found.blocks, members, found.trace, run, traced, in_training, named_by_user=blocks is not None
+            )
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     separately = probes.separately
@@ -183,23 +185,22 @@ def locate_on_first_rank(model: nn.Module, *args: Any, **options: Any) -> Locate
 
 
 def _confirm(
-    model: nn.Module, found: Blocks, probes: BlockProbes, run: Callable[[], Any], *, traces: bool
-) -> tuple[Confirmation, Trace | None]:
+    model: nn.Module, found: Blocks, probes: BlockProbes, run: Callable[[], Any]
+) -> tuple[Confirmation, Confirmation | None, Trace | None]:
     """Run the model once in eval mode and once in training mode, and confirm what the probed blocks show.
 
-    :param traces: return what was observed in training mode.
-    :returns: the blocks that were confirmed in both modes, and the observation, which is None if the forward failed or
-        a block did something else in it.
+    :returns: the blocks that were confirmed in both modes; the result of training mode, which is None if the forward
+        failed; and what was observed in training mode, which is also None if a block did something else in it.
     """
     replays = probes.replays
     if not can_confirm(found.blocks, replays, found.trace):
-        return Confirmation(), None
+        return Confirmation(), None, None
     try:
         with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
             run()
     except _REFUSALS as error:  # the model refuses such weights, or a replaced forward
         log.debug("the blocks are examined one by one, since the model does not run with other weights: %s", error)
-        return Confirmation(), None
+        return Confirmation(), None, None
     try:
         with undisturbed(model):
             probe.set_training(model, True)
@@ -207,9 +208,9 @@ def _confirm(
                 trace = trace_in_training(model, run)
     except _REFUSALS as error:  # it needs labels, or writes to its weights
         log.debug("the blocks are examined one by one, since the model does not run in training mode: %s", error)
-        return Confirmation(is_residual_stream=in_eval.is_residual_stream), None
+        return Confirmation(is_residual_stream=in_eval.is_residual_stream), None, None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
-    return confirmed, trace if traces and in_training.is_residual_stream else None
+    return confirmed, in_training, trace if in_training.is_residual_stream else None
 
 
 def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: Trace) -> None:
