@@ -22,7 +22,7 @@ import torch
 
 from olmo_lns.errors import MeasurementError
 from olmo_lns.measured import Measured
-from olmo_lns.norm import NormArithmetic, choose_backend, scaled_norm
+from olmo_lns.norm import NormArithmetic, choose_backend, is_dtensor, scaled_norm
 from olmo_lns.response import Response, first_output, measure_response, replace_first
 from olmo_lns.schemes import Plan
 
@@ -106,7 +106,7 @@ class ScaledGainNorm(Scaled):
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Return ``lns_scale * Norm(x)`` for the only input x of shape (..., width), whatever its argument's name."""
         (x,) = (*inputs, *named_inputs.values())
-        if isinstance(x, self.lns_arithmetic.multiplied):
+        if self.lns_arithmetic.multiplies_dtensors and is_dtensor(x):
             return _times(super().forward(x), self.lns_scale_in_forward)  # type: ignore[misc]
         return scaled_norm(self, x, self.lns_arithmetic, self.lns_scale_in_forward, self.lns_backend)
 

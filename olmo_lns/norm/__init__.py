@@ -7,7 +7,7 @@ activations. docs/kernels.md has the measured times.
 
 from __future__ import annotations
 
-from olmo_lns.norm.arithmetic import DtypeRule, NormArithmetic, arithmetic_of_torch, scaled_norm
+from olmo_lns.norm.arithmetic import DtypeRule, NormArithmetic, arithmetic_of_torch, is_dtensor, scaled_norm
 from olmo_lns.norm.backend import Backend, choose_backend, layer_norm, rms_norm
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "NormArithmetic",
     "arithmetic_of_torch",
     "choose_backend",
+    "is_dtensor",
     "layer_norm",
     "rms_norm",
     "scaled_norm",

@@ -44,8 +44,8 @@ class NormArithmetic:
     :param dtypes: the rule for the dtype of the result.
     :param eps: name of the attribute that has eps. If the attribute is None, the norm uses the machine epsilon of x's
         dtype, as ``nn.RMSNorm`` does.
-    :param multiplied: types of tensors, such as DTensor. For these the framework's own forward runs, and its output is
-        multiplied by the factor.
+    :param multiplies_dtensors: true if the framework's own forward runs for a DTensor, and its output is multiplied by
+        the factor.
     :param returns_input: true if the norm returns the pair of its result and x.
 
     Example: ``NormArithmetic(eps="variance_epsilon")`` is Llama's RMSNorm in transformers.
@@ -54,7 +54,7 @@ class NormArithmetic:
     subtracts_mean: bool = False
     dtypes: DtypeRule = DtypeRule.TORCH
     eps: str = "eps"
-    multiplied: tuple[type, ...] = ()
+    multiplies_dtensors: bool = False
     returns_input: bool = False
 
 
@@ -63,13 +63,20 @@ def arithmetic_of_torch(norm: Any) -> NormArithmetic | None:
 
     Under tensor parallelism x is a DTensor. The output is multiplied then.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, so only on use
-
     if type(norm) is torch.nn.LayerNorm:
-        return NormArithmetic(subtracts_mean=True, multiplied=(DTensor,))
+        return NormArithmetic(subtracts_mean=True, multiplies_dtensors=True)
     if type(norm) is torch.nn.RMSNorm:
-        return NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
+        return NormArithmetic(dtypes=DtypeRule.INPUT, multiplies_dtensors=True)
     return None
+
+
+def is_dtensor(x: torch.Tensor) -> bool:
+    """Return true for a DTensor."""
+    if type(x) is torch.Tensor:  # Importing the class takes a second, which a program without DTensors need not wait.
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
 
 
 def scaled_norm(module: Any, x: torch.Tensor, arithmetic: NormArithmetic, scale: float, backend: Backend) -> Any:

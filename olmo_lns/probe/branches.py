@@ -18,6 +18,9 @@ from olmo_lns.probe.recognize import is_leaf, norm_input
 from olmo_lns.probe.replay import Change, Hook, Replay, raise_one_element, roll_channels
 from olmo_lns.response import first_output
 
+#: A stream with this many rows has rows of clearly different sizes, unless a function makes them equal.
+_MANY_ROWS = 4
+
 
 def alike(replay: Replay) -> tuple[str, ...]:
     """Return the names of the two branches if they are modules with the same structure, or else ``()``.
@@ -96,11 +99,13 @@ class NeutralBranch:
 
     :param name: the site that the branch reads.
     :param zero: ``block(x) - x`` while the output of the site is zero.
+    :param half: ``block(x) - x`` while the output of the site is halved.
     :param whole: ``block(x) - x`` while the output of the site is not changed.
     """
 
     name: str
     zero: torch.Tensor
+    half: torch.Tensor
     whole: torch.Tensor
 
 
@@ -108,8 +113,15 @@ def neutral_branches(replay: Replay) -> list[NeutralBranch]:
     """Run the branch of each site while gains and biases are neutral."""
     with replay.without_biases():
         whole = replay.delta()
-        zeros = [replay.delta({site: torch.zeros_like}) for site in replay.sites]
-    return [NeutralBranch(name, zero, whole) for name, zero in zip(replay.site_names, zeros, strict=True)]
+        return [
+            NeutralBranch(
+                name,
+                zero=replay.delta({site: torch.zeros_like}),
+                half=replay.delta({site: lambda y: 0.5 * y}),
+                whole=whole,
+            )
+            for name, site in zip(replay.site_names, replay.sites, strict=True)
+        ]
 
 
 def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
@@ -123,10 +135,12 @@ def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
         factors = torch.arange(1.0, 1.0 + y.shape[-2], device=y.device, dtype=y.dtype)
         return factors[:, None] * y.roll(1, -1)
 
-    changes: tuple[Change, ...] = (by_row, lambda y: 3.0 * y.roll(2, -1))
+    # Two rows may have almost the same size by chance, so a stream of few rows is changed once more.
+    has_few_rows = replay.x.numel() < _MANY_ROWS * replay.x.shape[-1]
+    changes: tuple[Change, ...] = (by_row, lambda y: 3.0 * y.roll(2, -1)) if has_few_rows else (by_row,)
     with replay.without_biases():
         moved = [replay.delta({replay.norms[name]: change}) for change in changes]
-    branch = torch.stack([each - neutral.zero for each in (neutral.whole, *moved)])
+    branch = torch.stack([each - neutral.zero for each in (neutral.whole, neutral.half, *moved)])
     # A function may normalize each position, each position of an image, in the norm's order, or each example.
     in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
     views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]

@@ -53,9 +53,9 @@ def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
 
     :returns: the effect of each site.
     """
-    effects = [replay.effect(site) for site in replay.sites]
+    effects = replay.effects_of_sites()
     for name, effect in zip(replay.site_names, effects, strict=True):
-        if float(effect.norm()) < replay.tolerance * float(replay.reference_delta.norm()):
+        if not replay.is_noticeable(effect):
             raise NotPreLN(f"nothing reads its norm {name}")
     return effects
 
@@ -191,17 +191,19 @@ def check_shared_norm(replay: Replay) -> None:
 
 def check_with_gradients(replay: Replay) -> None:
     """Check that, also while gradients are computed, the branches read the stream through the sites alone."""
+    expected = replay.result(trains=False)
     with torch.enable_grad():
-        if not replay.is_independent_of_stream(replay.site_names):
+        if not replay.agrees_with(expected):
             raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.sites_text}")
 
 
 def check_under_autocast(replay: Replay) -> None:
     """Check the same under autocast to bf16. A block that does not run there is not checked, and the log says so."""
+    expected = replay.result(trains=False)
     tolerance, replay.tolerance = replay.tolerance, SAME_HALF
     try:
         with torch.autocast(replay.x.device.type, torch.bfloat16):
-            is_independent = replay.is_independent_of_stream(replay.site_names)
+            is_independent = replay.agrees_with(expected)
     except BlockFailed as error:  # dtypes or a kernel that the block lacks
         log.info("%s does not run under autocast, so it was not checked there: %s", type(replay.block).__name__, error)
         is_independent = True
@@ -223,7 +225,7 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
     with replay.in_mode(True):
         result = _run_with_all_branches(replay)
         with torch.no_grad():
-            is_independent = replay.is_independent_of_stream(replay.site_names)
+            is_independent = replay.agrees_with(result)
         results = result, replay.run(replay.second_input, replay.site_names)
         if not (is_independent and replay.are_independent_of_stream(results)):
             raise NotPreLN(f"in training mode its branches bypass {replay.sites_text}")
@@ -245,6 +247,8 @@ def _run_with_all_branches(replay: Replay) -> Result:
     for seed in range(8):
         replay.call = replace(usual, seed=seed)
         if len((result := replay.run(replay.x, replay.site_names))[1]) == len(replay.site_names):
+            if seed == usual.seed:
+                replay.keep_result(result, trains=True)
             return result
     replay.call = usual
     return replay.run(replay.x, replay.site_names)
@@ -256,12 +260,10 @@ def surviving_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch])
     The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor. Such a norm is inside of the
     branch, as that of a latent. The block is not refused for it.
     """
-    with replay.without_biases():
-        halves = [replay.delta({replay.norms[branch.name]: lambda y: 0.5 * y}) for branch in neutral]
     shares = {}
-    for branch, half in zip(neutral, halves, strict=True):
+    for branch in neutral:
         size = float((branch.whole - branch.zero).norm())
         # In training mode a branch may be dropped. Nothing is cancelled then.
         has_branch = size > replay.tolerance * float(replay.reference_delta.norm())
-        shares[branch.name] = float((branch.whole - half).norm()) / size if has_branch else 0.5
+        shares[branch.name] = float((branch.whole - branch.half).norm()) / size if has_branch else 0.5
     return shares

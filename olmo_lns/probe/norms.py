@@ -89,6 +89,8 @@ def _find_layouts(replay: Replay) -> None:
     x, names = replay.x, [*replay.norms]
     usual = tuple(range(x.dim()))
     replay.layouts = dict.fromkeys(names, usual)
+    if len(set(x.shape)) == x.dim() and all(replay.shapes[name] == tuple(x.shape) for name in names):
+        return  # in any other order of its dimensions, the stream would have another shape
     inputs = [replay.inputs_of(names, frozen=names, x=stream) for stream in (x, replay.second_input)]
     moved = (x - replay.second_input).double()
     orders = [usual, *(order for order in itertools.permutations(usual) if order != usual)]

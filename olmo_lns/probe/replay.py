@@ -65,7 +65,8 @@ class Replay:
         #: The sites once they are found. The methods below freeze these norms unless others are named.
         self.site_names: tuple[str, ...] = ()
         self._reference_delta: torch.Tensor | None = None
-        self._results: list[Result] = []
+        self._effects: list[torch.Tensor] = []
+        self._results: dict[bool, Result] = {}
 
     @property
     def sites_text(self) -> str:
@@ -81,6 +82,18 @@ class Replay:
         """Return random numbers in the shape of ``like``. All blocks with one structure get the same numbers."""
         numbers = torch.randn(like.shape, generator=self._generator, device="cpu")
         return numbers.to(like.device, self.dtype or like.dtype)
+
+    def set_sites(self, names: Sequence[str], result: Result) -> None:
+        """Set the sites.
+
+        :param result: the result of :meth:`run` on the first stream while these norms are frozen.
+        """
+        self.site_names, self.reference_delta, self._effects, self._results = (
+            tuple(names),
+            result[0],
+            [],
+            {False: result},
+        )
 
     # --- run the block ----------------------------------------------------------------------------------------------
 
@@ -168,6 +181,12 @@ class Replay:
             raise BlockFailed(f"its output has the shape {tuple(delta.shape)} once another output of a norm is changed")
         return delta - self.reference_delta
 
+    def effects_of_sites(self) -> list[torch.Tensor]:
+        """Return the :meth:`effect` of each site alone in eval mode. They are computed once."""
+        if not self._effects:
+            self._effects = [self.effect(site) for site in self.sites]
+        return self._effects
+
     def inputs_of(
         self,
         names: Sequence[str],
@@ -231,6 +250,10 @@ class Replay:
         scale = self.second_input.double().norm()
         return a.shape == b.shape and float((a - b).norm()) < self.tolerance * float(a.norm() + b.norm() + scale)
 
+    def is_noticeable(self, effect: torch.Tensor) -> bool:
+        """Return true if an effect on the block's output is more than rounding."""
+        return not float(effect.norm()) < self.tolerance * float(self.reference_delta.norm())
+
     def is_independent_of_stream(self, names: Sequence[str], *, accept_inner: bool = False) -> bool:
         """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are frozen.
 
@@ -254,6 +277,19 @@ class Replay:
             for a, b in zip(inputs, second_inputs, strict=True)
         )
 
+    def agrees_with(self, expected: Result) -> bool:
+        """Return true if the sites separate the branches from the stream here as well as where ``expected`` was found.
+
+        The block may be in another mode than it was then, such as one with gradients. In most blocks, the run on the
+        second stream has the result that the first stream had there, which shows the same in one run as two runs here.
+
+        :param expected: the result of :meth:`run` on the first stream, while the sites are frozen.
+        """
+        second = self.run(self.second_input, self.site_names)
+        if self._is_same_result(second, expected):
+            return True
+        return self.are_independent_of_stream((self.run(self.x, self.site_names), second))
+
     def is_added(self, module: nn.Module) -> bool:
         """Return true if the block adds the module's output to its stream.
 
@@ -274,27 +310,35 @@ class Replay:
         self.layouts, self.shapes, self.site_names = earlier.layouts, earlier.shapes, earlier.site_names
         self.call = replace(self.call, summed=earlier.call.summed, is_change=earlier.call.is_change)
 
-    def results(self) -> list[Result]:
-        """Return the results of :meth:`run` in eval mode and in training mode while the sites are frozen."""
-        if not self._results:
-            for trains in (False, True):
-                with self.in_mode(trains):
-                    self._results.append(self.run(self.x, self.site_names))
-        return self._results
+    def result(self, *, trains: bool) -> Result:
+        """Return the result of :meth:`run` on the first stream while the sites are frozen. It is computed once.
+
+        :param trains: run the block in training mode with gradients, and not in eval mode without them.
+        """
+        if trains not in self._results:
+            with self.in_mode(trains):
+                self._results[trains] = self.run(self.x, self.site_names)
+        return self._results[trains]
+
+    def keep_result(self, result: Result, *, trains: bool) -> None:
+        """Keep what :meth:`result` would compute, if it is known."""
+        self._results[trains] = result
 
     def matches(self, earlier: Replay) -> bool:
         """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
-        in_eval, in_training = self.results()
-        return earlier.is_result(in_eval, trains=False) and earlier.is_result(in_training, trains=True)
+        return all(earlier.is_result(self.result(trains=trains), trains=trains) for trains in (False, True))
 
     def is_result(self, result: Result, *, trains: bool) -> bool:
         """Return true if this block computes the same as another one whose result is given.
 
         :param trains: compare in training mode, and not in eval mode.
         """
-        (delta, inputs), (expected, expected_inputs) = result, self.results()[trains]
-        pairs = zip((delta, *inputs), (expected, *expected_inputs), strict=False)
-        return len(inputs) == len(expected_inputs) and all(self.is_equal(a, b) for a, b in pairs)
+        return self._is_same_result(result, self.result(trains=trains))
+
+    def _is_same_result(self, result: Result, other: Result) -> bool:
+        (delta, inputs), (other_delta, other_inputs) = result, other
+        pairs = zip((delta, *inputs), (other_delta, *other_inputs), strict=False)
+        return len(inputs) == len(other_inputs) and all(self.is_equal(a, b) for a, b in pairs)
 
     @property
     def returns_stream(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Iterator, Mapping
+from typing import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from olmo_lns.probe.call import BlockFailed, Call, NotPreLN, code_of_the_block, 
 from olmo_lns.probe.copies import random_copy
 from olmo_lns.probe.norms import find_norms
 from olmo_lns.probe.projections import find_projections
-from olmo_lns.probe.replay import Replay
+from olmo_lns.probe.replay import Replay, Result
 from olmo_lns.shadow import RandomWeights
 
 
@@ -154,15 +154,60 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
             curable=True,
         )
     if expected is None:
-        # A norm inside of a branch, such as one of queries, reads what an earlier norm has passed on. The search
-        # goes from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
-        for name in reversed(replay.norms):
-            without = [other for other in names if other != name]
-            if without and replay.are_independent_of_stream(tried := replay.run_twice(without), accept_inner=True):
-                names, results = without, tried
-    replay.site_names, replay.reference_delta = tuple(names), results[0][0]
+        readers = _readers_of_stream(replay, names, results)
+        if readers and _are_sites(replay, *_leave_out_inner(replay, names, results, keep=readers)):
+            return
+        names, results = _leave_out_inner(replay, names, results, keep=())
     if not replay.are_independent_of_stream(results):
         raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
+    replay.set_sites(names, results[0])
+
+
+def _readers_of_stream(replay: Replay, names: Sequence[str], results: tuple[Result, Result]) -> tuple[str, ...]:
+    """Return the norms that read the stream itself if there are one or two, or else ``()``.
+
+    :param names: all norms of the stream.
+    :param results: the results of :meth:`Replay.run` on the two streams while these norms are frozen.
+    """
+    (_, inputs), (_, second_inputs) = results
+    if len(inputs) != len(names):
+        return ()
+    readers = [
+        name
+        for name, a, b in zip(names, inputs, second_inputs, strict=True)
+        if a.shape == replay.x.shape and replay.is_equal(a, b)
+    ]
+    return tuple(readers) if len(readers) <= 2 else ()
+
+
+def _leave_out_inner(
+    replay: Replay, names: list[str], results: tuple[Result, Result], keep: Sequence[str]
+) -> tuple[list[str], tuple[Result, Result]]:
+    """Leave out the norms inside of the branches, such as those of queries, which read what an earlier norm passed on.
+
+    The search goes from the last norm to the first, so it leaves out the inner norm and keeps the earlier one.
+
+    :param names: all norms of the stream.
+    :param results: the results of :meth:`Replay.run` on the two streams while these norms are frozen.
+    :param keep: the norms that are not left out.
+    :returns: the norms that remain, and the results while only these are frozen.
+    """
+    for name in [name for name in reversed(names) if name not in keep]:
+        without = [other for other in names if other != name]
+        if without and replay.are_independent_of_stream(tried := replay.run_twice(without), accept_inner=True):
+            names, results = without, tried
+    return names, results
+
+
+def _are_sites(replay: Replay, names: list[str], results: tuple[Result, Result]) -> bool:
+    """Return true if the branches read the stream through each of these norms, which become the sites of ``replay``.
+
+    A norm that reads the stream is no site if the stream that the block returns does not depend on it.
+    """
+    if not replay.are_independent_of_stream(results):
+        return False
+    replay.set_sites(names, results[0])
+    return all(map(replay.is_noticeable, replay.effects_of_sites()))
 
 
 def _check_sites_of_user(replay: Replay, names: tuple[str, ...]) -> None:
@@ -177,7 +222,8 @@ def _check_sites_of_user(replay: Replay, names: tuple[str, ...]) -> None:
     forms: tuple[dict[str, bool], ...] = ({}, {"summed": True}, {"is_change": True})
     for form in forms:
         replay.call = replace(replay.call, **{"summed": False, "is_change": False, **form})  # type: ignore[arg-type]
-        if replay.is_independent_of_stream(names):
+        if replay.are_independent_of_stream(results := replay.run_twice(names)):
+            replay.set_sites(names, results[0])
             break
     else:
         raise NotPreLN(f"it reads its stream elsewhere than through {' and '.join(names)}, given by norms=")

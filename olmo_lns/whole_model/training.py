@@ -190,6 +190,11 @@ def _read_only(model: nn.Module) -> Iterator[None]:
 class _NoWrites(TorchDispatchMode):
     """Raise before an operation writes to one of these storages."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false. Otherwise the first operation imports torch's compiler, which takes some three seconds."""
+        return False
+
     def __init__(self, memory: set[int]) -> None:
         super().__init__()
         self.memory = memory

@@ -230,7 +230,8 @@ def check_forward(
         found = probe.pre_ln_sites(narrow_block, call, where=where, expected_names=expected, earlier=earlier)
         if found is not earlier:
             with torch.random.fork_rng(devices=[]):
-                found.replay.results()  # measured now, before anything changes the class of the block
+                for trains in (False, True):  # now, before anything changes the class of the block
+                    found.replay.result(trains=trains)
             _probed[key] = found
         return found
     copied = probe.random_copy(narrow_block)

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from olmo_core.nn import layer_norm as stock
-from torch.distributed.tensor import DTensor
 
 from olmo_lns.norm import DtypeRule, NormArithmetic
 
 #: OLMo-core computes the statistics in fp32 without autocast, and returns the dtype of x. Under tensor parallelism, x
 #: is a DTensor. The output is multiplied then.
-_RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
-_LAYER_NORM = NormArithmetic(subtracts_mean=True, dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
+_RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplies_dtensors=True)
+_LAYER_NORM = NormArithmetic(subtracts_mean=True, dtypes=DtypeRule.INPUT, multiplies_dtensors=True)
 
 
 def arithmetic_of(norm: Any) -> NormArithmetic | None:

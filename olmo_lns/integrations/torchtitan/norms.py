@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from olmo_lns.norm import DtypeRule, NormArithmetic
 
 #: RMSNorm as torch computes it. In torchtitan's whole-DTensor backend the input is a DTensor. The output is multiplied
 #: then.
-_RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplied=(DTensor,))
+_RMS_NORM = NormArithmetic(dtypes=DtypeRule.INPUT, multiplies_dtensors=True)
 
 
 def keep_argument_names(norm: Any) -> None:
