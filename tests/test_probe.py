@@ -74,6 +74,12 @@ class BypassedInTraining(PreLN):
         return y + self.mlp(y if self.training else self.norm2(y))
 
 
+class BypassedInTrainingWithoutGradients(PreLN):
+    def forward(self, x):
+        y = x + self.mix(self.norm1(x))
+        return y + self.mlp(y if self.training and not torch.is_grad_enabled() else self.norm2(y))
+
+
 class BypassedUnderAutocast(PreLN):
     def forward(self, x):
         y = x + self.mix(self.norm1(x))
@@ -89,12 +95,64 @@ class BypassedUnderAutocast(PreLN):
         (OneBranch, "it has one branch, after norm1 and norm2"),
         (BypassedWithGradients, "in eval mode with gradients its branches bypass norm1 and norm2"),
         (BypassedInTraining, "in training mode its branches bypass norm1 and norm2"),
+        (BypassedInTrainingWithoutGradients, "in training mode its branches bypass norm1 and norm2"),
         (BypassedUnderAutocast, "under autocast its branches bypass norm1 and norm2"),
     ],
 )
 def test_a_block_that_a_scheme_cannot_scale_is_refused_with_the_reason(block, reason):
     with pytest.raises(LNSConfigError, match=reason):
         probe.pre_ln_sites(block(), CALL)
+
+
+class WithAnotherOutput(PreLN):
+    """It also returns a norm of the stream, on which the stream after the block does not depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm3 = nn.LayerNorm(D)
+
+    def forward(self, x):
+        return super().forward(x), self.norm3(x)
+
+
+class ParallelWithAnotherOutput(WithAnotherOutput):
+    def forward(self, x):
+        h = self.norm1(x)
+        return x + self.attn(h.cumsum(1)) + self.mlp(h), self.norm3(x)
+
+
+@pytest.mark.parametrize(
+    "block, names", [(WithAnotherOutput, ("norm1", "norm2")), (ParallelWithAnotherOutput, ("norm1",))]
+)
+def test_a_norm_without_effect_on_the_stream_is_no_site(block, names):
+    assert probe.pre_ln_sites(block(), CALL).names == names
+
+
+class LargerInTraining(PreLN):
+    def mlp(self, x):
+        return super().mlp(x) * (2.0 if self.training else 1.0)
+
+
+class LargerWithGradients(PreLN):
+    def mlp(self, x):
+        return super().mlp(x) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+
+@pytest.mark.parametrize("block", [LargerInTraining, LargerWithGradients])
+def test_a_block_may_compute_something_else_in_another_mode(block):
+    assert probe.pre_ln_sites(block(), CALL).names == ("norm1", "norm2")
+
+
+def test_a_block_is_probed_in_few_runs():
+    runs = []
+
+    class Counted(PreLN):
+        def forward(self, x):
+            runs.append(torch.is_grad_enabled())
+            return super().forward(x)
+
+    probe.pre_ln_sites(Counted(), CALL)
+    assert len(runs) <= 30
 
 
 def test_the_second_block_of_a_structure_has_the_result_of_the_first_and_a_different_block_has_its_own():
