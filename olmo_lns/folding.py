@@ -307,6 +307,6 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise LNSConfigError(
-                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights. Use an "
+                f"{name} has NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights. Use an "
                 "earlier checkpoint, or a dtype with the range for them (bf16 or fp32)."
             )

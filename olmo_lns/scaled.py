@@ -237,7 +237,7 @@ def scale(
         except (AttributeError, TypeError) as error:
             object.__setattr__(module, "__class__", stock)
             raise MeasurementError(
-                f"{where} ({stock.__name__}) takes no other class or no new attributes ({type(error).__name__}: "
+                f"{where} ({stock.__name__}) cannot get another class and new attributes ({type(error).__name__}: "
                 f"{error}). Expected a norm like PyTorch's, whose class can be replaced by a subclass. Use such a norm."
             ) from error
         if mixin is ScaledGainNorm:

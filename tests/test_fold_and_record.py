@@ -349,7 +349,7 @@ def test_a_norm_that_takes_no_other_class_is_refused_by_name():
     model = Model(norm=lambda width: Frozen(width))
     for block in model.layers.values():
         vars(block.n1)["frozen"] = vars(block.n2)["frozen"] = True
-    with pytest.raises(LNSError, match=r"\(Frozen\) takes no other class or no new attributes"):
+    with pytest.raises(LNSError, match=r"\(Frozen\) cannot get another class and new attributes"):
         olmo_lns.apply(model, example=IDS)
     assert type(model.layers["0"].n1) is Frozen
 
@@ -361,6 +361,6 @@ def test_a_weight_of_nan_is_named_by_apply_and_by_fold():
     with torch.no_grad():
         weight[0, 0] = model.get_parameter(name)[0, 0] = math.nan
     for function, each in ((olmo_lns.apply, broken), (olmo_lns.fold, model)):
-        with pytest.raises(LNSConfigError, match=rf"{re.escape(name)} holds NaN or infinite values \(1 of"):
+        with pytest.raises(LNSConfigError, match=rf"{re.escape(name)} has NaN or infinite values \(1 of"):
             function(each)
     assert not list(sites.in_model(broken)) and len(list(sites.in_model(model))) == 8

@@ -89,8 +89,8 @@ class BypassedUnderAutocast(PreLN):
 @pytest.mark.parametrize(
     "block, reason",
     [
-        (PostLN, "do not separate its branches from the stream"),
-        (Bypassed, "do not separate its branches from the stream"),
+        (PostLN, "it reads its stream elsewhere than through its norms"),
+        (Bypassed, "it reads its stream elsewhere than through its norms"),
         (FunctionalSandwich, r"ends in a norm that is a function \(Sandwich-LN\)"),
         (OneBranch, "it has one branch, after norm1 and norm2"),
         (BypassedWithGradients, "in eval mode with gradients its branches bypass norm1 and norm2"),

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if output_format not in source.outputs:
         raise LNSConfigError(
             f"--format {output_format} cannot be written: {folder} is a checkpoint of {source.name}, which is "
-            f"exported as {' or '.join(source.outputs)}. Give --format {source.outputs[0]}, or leave --format out."
+            f"exported as {' or '.join(source.outputs)}. Pass --format {source.outputs[0]}, or omit --format."
         )
     if args.tokenizer not in (None, "none") and output_format != HF:
         raise LNSConfigError(
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             if trained.is_pre_ln and scheme is None and output_format == source.name:
                 raise LNSConfigError(
                     f"{folder} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
-                    "give it, as in --scheme lns."
+                    "pass it, as in --scheme lns."
                 )
             known = receipt.measure_trained(opened, dtype)
             stock = convert(opened, output_format, dtype)

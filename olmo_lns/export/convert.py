@@ -48,7 +48,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     :raises LNSConfigError: if ``out`` exists, also as a link to nothing, or cannot be created.
     """
     if os.path.lexists(out):
-        raise LNSConfigError(f"{out} exists. An export never overwrites files. Give the path of a new folder.")
+        raise LNSConfigError(f"{out} exists. An export never overwrites files. Pass the path of a new folder.")
     if str(out).startswith("~"):
         raise LNSConfigError(
             f"{out} starts with ~, which the shell has not expanded. Expected the path of a new folder. Write $HOME "
@@ -59,7 +59,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise LNSConfigError(
-            f"{out} cannot be created, because {out.parent} is no folder. Give the path of a new folder."
+            f"{out} cannot be created, because {out.parent} is no folder. Pass the path of a new folder."
         ) from None
     unfinished.mkdir()
     try:
@@ -80,17 +80,17 @@ def write_tokenizer(out: Path, opened: OpenCheckpoint, requested: str | None) ->
     """
     name = requested or opened.tokenizer
     if name in (None, "none"):
-        return "The export has no tokenizer. Give --tokenizer to include one."
+        return "The export has no tokenizer. Pass --tokenizer to include one."
     try:
         tokenizer = load_tokenizer(name, opened.folder, opened.eos_token_id)
     except LNSError as error:
-        raise LNSConfigError(f"{error} Or leave the tokenizer out with --tokenizer none.") from None
+        raise LNSConfigError(f"{error} Or omit the tokenizer with --tokenizer none.") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     rows = vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
             f"The tokenizer {name} has {size} tokens, but the model has {rows} embeddings. Expected the "
-            "tokenizer of this model. Give it with --tokenizer FILE, or leave it out with --tokenizer none."
+            "tokenizer of this model. Pass it with --tokenizer FILE, or omit it with --tokenizer none."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

@@ -37,7 +37,7 @@ def format_of(source: str | Path) -> Format:
         found = f"{folder} is a file" if folder.exists() else f"There is no such folder: {folder}"
         if folder.is_symlink() and not folder.exists():
             found = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
-        raise LNSConfigError(f"{found}. Give a checkpoint folder, or owner/name for a model on the Hugging Face hub.")
+        raise LNSConfigError(f"{found}. Pass a checkpoint folder, or owner/name for a model on the Hugging Face hub.")
     if (folder / "adapter_config.json").exists():
         raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
     for each in FORMATS.values():

@@ -61,7 +61,7 @@ def read_metadata(folder: Path) -> Metadata:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise LNSConfigError(f"it holds an object of the type {type(metadata).__name__}")
+            raise LNSConfigError(f"it has an object of the type {type(metadata).__name__}")
     except Exception as error:  # a damaged pickle may raise almost any
         raise LNSConfigError(
             f"{path} cannot be loaded: {error}. Expected the metadata that the framework wrote, which names tensors "

@@ -195,8 +195,9 @@ class OLMoFormat(Format):
             config = ModelConfig(**model.config.asdict())
         if not scheme.folds_into_pre_ln(config.n_layers):
             raise LNSConfigError(
-                f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: a Pre-LN "
-                "block has no place for norms on branches or sums, norms of channel groups, or a weighted shortcut."
+                f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model, because a "
+                "Pre-LN block cannot express it. Such a block has no norms on branches or sums, no norms of channel "
+                "groups and no weighted shortcut. Run this checkpoint with OLMo and olmo-lns."
             )
         fold_norms(model, lambda: model(prompt(model)), dtype)
         for number, block in enumerate(blocks_of(model), start=1):

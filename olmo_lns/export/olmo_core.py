@@ -89,7 +89,10 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
         )
     expected = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
     if saved and not (len(saved) == n_layers and np.allclose(saved, expected, rtol=1e-6, atol=0)):
-        raise LNSConfigError(f"{folder} has the factors {saved} in its buffers, expected {expected} under {scheme}.")
+        raise LNSConfigError(
+            f"{folder} has the factors {saved} in its buffers. Expected the factors of {scheme}: {expected}. Pass the "
+            "scheme of these buffers with --scheme."
+        )
 
 
 #: OLMo-core's module names -> Llama's.
@@ -169,7 +172,10 @@ class OLMoCoreFormat(Format):
         if has_default_scaled:
             _check_buffers(weights, int(values["n_layers"]), scheme, folder)
         if any(block.pop("scale_router", True) is False for block in blocks):  # only development versions saved false
-            raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into the norms alone.")
+            raise LNSConfigError(
+                f"{folder}: its config has scale_router=false, which only a development version could write. Expected "
+                "a router that reads the factor. This checkpoint cannot be exported."
+            )
         is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
         with reporting_load_errors(folder):
             settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)

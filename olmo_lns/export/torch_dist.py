@@ -148,8 +148,8 @@ def read(folder: Path) -> Saved:
         folder = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
     if not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
         raise LNSConfigError(
-            f"{folder} holds no complete torch_dist checkpoint. Load it in Megatron and save it with --ckpt-format "
-            "torch_dist."
+            f"{folder} has no complete torch_dist checkpoint. If it is in another format, load it in Megatron and save "
+            "it with --ckpt-format torch_dist."
         )
     with reporting_load_errors(folder):
         metadata = read_metadata(folder).state_dict_metadata
@@ -243,5 +243,5 @@ def _common(folder: Path) -> dict[str, Any]:
     if isinstance(common, list) and common:
         common = common[0]
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{folder} holds no arguments. Expected the arguments of the training run.")
+        raise LNSConfigError(f"{folder} has no arguments. Expected the arguments of the training run.")
     return common

@@ -48,24 +48,24 @@ def verify(
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
-        raise LNSConfigError(f"There is no such folder: {export}. Give the folder that olmo-lns export wrote.")
+        raise LNSConfigError(f"There is no such folder: {export}. Pass the folder that olmo-lns export wrote.")
     if checkpoint is not None and checkpoint.resolve() == export.resolve():
-        raise LNSConfigError(f"{export} is the checkpoint itself. Give the folder of its export.")
+        raise LNSConfigError(f"{export} is the checkpoint itself. Pass the folder of its export.")
     exported, known = open_checkpoint(export), receipt.read(export)
     if not exported.scheme.is_pre_ln:
         raise LNSConfigError(
-            f"{export} is not folded: it has the scheme {exported.scheme}. Expected an export. Give the "
+            f"{export} is not folded: it has the scheme {exported.scheme}. Expected an export. Pass the "
             "checkpoint first and then its export, as in olmo-lns verify CHECKPOINT EXPORT."
         )
     if known is None and checkpoint is None:
         raise LNSConfigError(
-            f"{export} has no {receipt.FILE}, so there is nothing to compare it with. Give its checkpoint, "
+            f"{export} has no {receipt.FILE}, so there is nothing to compare it with. Pass its checkpoint, "
             "too: olmo-lns verify CHECKPOINT EXPORT."
         )
     if known is not None and "not_run" in known and checkpoint is None:
         raise LNSConfigError(
             f"{export}: its receipt has no logits, because the model did not run where it was exported "
-            f"({known['not_run']}). Give its checkpoint, too, on a machine that can run it: olmo-lns verify "
+            f"({known['not_run']}). Pass its checkpoint, too, on a machine that can run it: olmo-lns verify "
             "CHECKPOINT EXPORT."
         )
     lines, differences = receipt.compare(known, exported) if known else ([], [])

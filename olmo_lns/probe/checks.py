@@ -184,7 +184,7 @@ def check_shared_norm(replay: Replay) -> None:
     """Check that both branches read a norm which the user passed as the only one of the block."""
     if not branches.reads_norm_twice(replay) and not branches.has_separate_paths(replay):
         raise NotPreLN(
-            f"one branch reads {replay.sites_text}, given by norms=. A block has two branches, so give its two norms "
+            f"one branch reads {replay.sites_text}, given by norms=. A block has two branches, so pass its two norms "
             "as a pair, also if they are in two modules"
         )
 

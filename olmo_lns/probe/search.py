@@ -150,7 +150,7 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
     results = replay.run_twice(names)
     if not replay.are_independent_of_stream(results, accept_inner=expected is None):
         raise NotPreLN(
-            f"its norms {', '.join(replay.norms)} do not separate its branches from the stream when they are frozen",
+            f"it reads its stream elsewhere than through its norms, {', '.join(replay.norms)}",
             curable=True,
         )
     if expected is None:

@@ -78,9 +78,13 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
     if len(stacks) != 1:
         names = ", ".join(stacks) or "none"
         raise LNSConfigError(
-            f"{type(model).__name__}: expected one list of modules that each run once, in order, on one stream; found "
-            f"{names}. "
-            + ("Give the blocks of one: blocks=model.layers; or its norms" if stacks else "Give the norms")
+            f"{type(model).__name__}: the list of its blocks was not found. Expected one list of modules that each run "
+            f"once, in order, on one stream, and found {names}. "
+            + (
+                "Pass the blocks of one list, such as blocks=model.layers, or pass its norms"
+                if stacks
+                else "Pass the norms"
+            )
             + f": {norms_example(model, trace)}."
         )
     ((name, listed),) = stacks.items()
@@ -156,7 +160,7 @@ def _check_user_blocks(model: nn.Module, blocks: Any, lists: Mapping[str, list[n
     if not passed or not all(isinstance(block, nn.Module) for block in passed):
         raise LNSConfigError(f"blocks={blocks!r}: expected modules, such as blocks=model.layers.")
     if foreign := [type(block).__name__ for block in set(passed) - set(model.modules())]:
-        raise LNSConfigError(f"blocks= holds a {foreign[0]} that is no part of this {type(model).__name__}.")
+        raise LNSConfigError(f"blocks= has a {foreign[0]} that is no part of this {type(model).__name__}.")
     kinds = {type(block) for block in passed}
     for name, listed in lists.items():
         omitted = [block for block in listed if block not in set(passed) and type(block) in kinds]

@@ -80,7 +80,7 @@ def require_no_block_between(
     if between and _reaches(list(between.values()), blocks[-1], trace, run):
         raise LNSConfigError(
             f"norms=: {', '.join(between)} runs between the blocks of these norms and looks like a block itself. The "
-            "factor of a block depends on its number in the whole depth. Give the norms of all blocks, in the order in "
+            "factor of a block depends on its number in the whole depth. Pass the norms of all blocks, in the order in "
             "which they run."
         )
 

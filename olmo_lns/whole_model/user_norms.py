@@ -51,11 +51,11 @@ def check_user_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], A
             if norm not in name_of:
                 raise LNSConfigError(
                     f"norms=: the {type(norm).__name__} of block {number} is no part of this {type(model).__name__}. "
-                    "Give the modules of the model that apply() takes."
+                    "Pass the modules of the model that apply() takes."
                 )
             if norm in seen:
                 raise LNSConfigError(
-                    f"norms=: {name_of[norm]} was given twice, again for block {number}. Give it once."
+                    f"norms=: {name_of[norm]} was passed twice, again for block {number}. Pass it once."
                 )
             seen.add(norm)
     traced = trace_forward(model, run, model.modules())
@@ -70,8 +70,8 @@ def check_user_norms(model: nn.Module, norms: Sequence[Any], run: Callable[[], A
     if order != passed:
         place = next(i for i, (a, b) in enumerate(zip(order, passed, strict=True)) if a is not b)
         raise LNSConfigError(
-            f"norms=: {name_of[passed[place]]} was given in place {place + 1}, where {name_of[order[place]]} runs. "
-            f"Give the norms in the order in which they run, from block 1: {_FORM}."
+            f"norms=: {name_of[passed[place]]} was passed in place {place + 1}, where {name_of[order[place]]} runs. "
+            f"Pass the norms in the order in which they run, from block 1: {_FORM}."
         )
     _require_pairs_of_one_module(model, pairs, name_of, traced)
     _require_no_omission(name_of, seen, traced)
@@ -126,8 +126,8 @@ def _require_no_omission(name_of: dict[nn.Module, str], passed: set[nn.Module], 
         omitted = module not in passed and module in name_of and traced.is_norm(module)
         if omitted and _place(name_of[module]) in places and traced.shapes.get(module, (0,))[-1] in widths:
             raise LNSConfigError(
-                f"norms=: {name_of[module]} runs as well and was not given, although the norms of similar modules were "
-                "given. The factor of a block depends on its number in the whole depth. Pass the norms of all blocks: "
+                f"norms=: {name_of[module]} runs as well and was not passed, although the norms of similar modules "
+                "were. The factor of a block depends on its number in the whole depth. Pass the norms of all blocks: "
                 f"{_FORM}."
             )
 

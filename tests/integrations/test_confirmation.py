@@ -381,7 +381,7 @@ def test_weights_that_are_not_finite_are_named(value):
     model = Stack()
     with torch.no_grad():
         model.layers[1].up.weight[0, 0] = value
-    with pytest.raises(LNSError, match="layers.1.up.weight holds NaN or infinite values"):
+    with pytest.raises(LNSError, match="layers.1.up.weight has NaN or infinite values"):
         olmo_lns.apply(model, example=X)
 
 

@@ -326,12 +326,12 @@ REFUSED = {
     "a summary of the stream": (lambda: kinds.SummaryStack(kinds.Summary), {}, "block 2 reads the model's stream"),
     "signs": (lambda: kinds.Stack(lambda: kinds.Block(norm=kinds.Spikes)), {}, "none of its modules is a norm"),
     "a stage of another width": (kinds.TwoStages, {"blocks": lambda m: m.two}, "one.*all blocks"),
-    "one norm a layer": (kinds.Flat, {"norms": lambda m: [layer.norm for layer in m.layers]}, "give its two norms"),
+    "one norm a layer": (kinds.Flat, {"norms": lambda m: [layer.norm for layer in m.layers]}, "pass its two norms"),
     "a first block whose norms have another name": (lambda: kinds.Mixed(kinds.RootBlock), {}, "outside of it: first"),
     "half of the norms of another name": (
         kinds_of(kinds.RootBlock),
         {"norms": lambda m: [(b.n1, b.n2) for b in m.layers[:2]]},
-        "not given",
+        "not passed",
     ),
     "lazy modules": (lambda: nn.Sequential(nn.LazyLinear(kinds.D), kinds.Stack()), {}, "Run the model once"),
     "norms that take a condition": (
@@ -342,12 +342,12 @@ REFUSED = {
     "norms of a part of the blocks": (
         kinds.Stack,
         {"norms": lambda m: [(b.n1, b.n2) for b in m.layers[1:]]},
-        "not given",
+        "not passed",
     ),
     "norms of pairs without a module": (
         kinds.Pairs,
         {"norms": lambda m: [(a.norm, f.norm) for a, f in m.layers[:2]]},
-        "not given",
+        "not passed",
     ),
     "three of four attributes": (
         kinds.Attributes,
@@ -363,7 +363,7 @@ REFUSED = {
         r"norms=\[\(block\[0\].norm, block\[1\].norm\) for block in model.layers\]",
     ),
     "hidden and residual": (lambda: kinds.ResidualStack(kinds.Residual), {}, r"norms=\[\(block.n1, block.n2\)"),
-    "a norm twice": (kinds.Stack, {"norms": lambda m: [(b.n1, b.n1) for b in m.layers]}, "given twice"),
+    "a norm twice": (kinds.Stack, {"norms": lambda m: [(b.n1, b.n1) for b in m.layers]}, "passed twice"),
     "a norm of another model": (
         kinds.Stack,
         {"norms": lambda m: [(b.n1, nn.LayerNorm(2)) for b in m.layers]},
@@ -386,7 +386,7 @@ REFUSED = {
     "blocks and norms": (
         kinds.Stack,
         {"norms": lambda m: [(b.n1, b.n2) for b in m.layers], "blocks": lambda m: m.layers},
-        "Give one of them",
+        "Pass one of them",
     ),
     "attention with a fused output": (
         kinds_of(lambda: kinds.OneOutput(["attention"])),

@@ -45,8 +45,8 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
             return model(*example) if isinstance(example, (tuple, list)) else model(example)
         except Exception as error:
             raise LNSConfigError(
-                f"{type(model).__name__} does not take the example ({type(error).__name__}: {error}). Give example= a "
-                "tensor, a tuple of arguments, a dict of keywords, or a function of the model that runs its forward."
+                f"{type(model).__name__} does not take the example ({type(error).__name__}: {error}). Pass as example= "
+                "a tensor, a tuple of arguments, a dict of keywords, or a function of the model that runs its forward."
             ) from error
 
     return run

@@ -58,7 +58,7 @@ def locate(
     blocks, norms = _as_list(blocks), _as_list(norms)
     norms = [_as_list(each) for each in norms] if isinstance(norms, list) else norms
     if blocks is not None and norms is not None:
-        raise LNSConfigError("blocks= and norms= were both given. Give one of them.")
+        raise LNSConfigError("blocks= and norms= were both passed. Pass one of them.")
     weights = shadow.RandomWeights()
     with shadow.real_default_device(model):
         if any(map(shadow.has_no_values, model.parameters())):
@@ -124,7 +124,7 @@ def _locate(
             by_user = check_user_norms(model, norms, run)
             require_no_block_between(model, by_user.blocks, by_user.trace, run)
             found, pairs, stack = Blocks("", [], by_user.trace), [*by_user.pairs], by_user.blocks
-        advice = "" if norms else f"Or give its norms: {norms_example(model, found.trace)}."
+        advice = "" if norms else f"Or pass its norms: {norms_example(model, found.trace)}."
         probes = BlockProbes(stack, pairs, found.trace, advice, weights)
         probes.probe_structures()
         # The attributes that the model sets on its blocks in its forward stay until all blocks have been copied.

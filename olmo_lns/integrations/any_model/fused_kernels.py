@@ -38,9 +38,9 @@ def norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arit
         return ()
     if modes := _differences(block, found, arithmetic_of, hooked=True):
         raise MeasurementError(
-            f"{type(block).__name__} does not compute what its norms {' and '.join(found.names)} give {modes[0]} if no "
-            "hook is registered on them. A fused kernel in it reads the weights of the norms and does not call the "
-            "norms, so a factor would be lost. Switch that kernel off."
+            f"{type(block).__name__} does not use the outputs of its norms {' and '.join(found.names)} {modes[0]}. "
+            "A fused kernel in it reads the weights of the norms and does not call the norms, so a factor would be "
+            "lost. Switch that kernel off."
         )
     return found.names
 
@@ -113,8 +113,8 @@ def check_without_hooks(model: nn.Module, located: Located, example: Any = None)
     if not same(without, hooked) and same(hooked, output(hooked=True)):
         raise MeasurementError(
             f"{type(model).__name__} computes something else if hooks are registered on its norms. Expected the same "
-            "result. A fused kernel outside of its blocks reads the weights of the norms and does not call the norms. "
-            "Switch that kernel off."
+            "result. Probably a fused kernel outside of its blocks reads the weights of the norms and does not call "
+            "them. Switch that kernel off."
         )
 
 

@@ -76,7 +76,10 @@ def attach(
                     measured |= _measure(norm, width, shape, where)
                     continue
                 if len(factors := {site.plan.norm_scale for site in norm_sites}) > 1:
-                    raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
+                    raise LNSConfigError(
+                        f"{where}: {scheme} has one factor for attention and another for the feed-forward, but both "
+                        "branches read this norm. Expected one factor. Use a scheme that treats both branches alike."
+                    )
                 sites.mark(norm, *norm_sites)
                 factor, arithmetic = factors.pop(), arithmetic_of(norm)
                 measured |= scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic)

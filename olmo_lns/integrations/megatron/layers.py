@@ -135,15 +135,15 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
                 if len(inner_layers := layers_of(layer)) != 1:
                     raise _refuse(
                         layer,
-                        f"holds {len(inner_layers)} transformer layers, expected 1: LayerNorm Scaling does not support "
-                        "MTP layers of a hybrid model. Drop --mtp-num-layers",
+                        f"has {len(inner_layers)} transformer layers, expected one. LayerNorm Scaling does not support "
+                        "MTP layers of a hybrid model. Remove --mtp-num-layers",
                     )
                 numbers[inner_layers[0]] = layer.config.num_layers + layer.layer_number
             elif layer not in numbers and getattr(layer, "module", None) not in numbers:
                 raise _refuse(
                     layer,
-                    f"of {type(stack).__name__} is not a TransformerLayer: LayerNorm Scaling supports attention and "
-                    "MLP in turn (hybrid patterns: '*-' or '*E' repeated)",
+                    f"of {type(stack).__name__} is not a TransformerLayer. LayerNorm Scaling supports layers in which "
+                    "attention and MLP alternate. In a hybrid model use a pattern that repeats '*-' or '*E'",
                 )
     return list(numbers.items())
 
@@ -160,10 +160,10 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     if other_norms:
         raise _refuse(
             layer,
-            f"has {', '.join(other_norms)}. The norms before attention and MLP were expected to be called "
-            f"{' and '.join(names.norm for names in LAYER.values())}, or to be fused with a linear layer, and "
-            "LayerNorm Scaling does not define cross attention and norms after a sub-layer. If this Megatron has "
-            "renamed a norm, install another version of it or a newer olmo-lns",
+            f"has {', '.join(other_norms)}. Expected two norms, before attention and before MLP. Either they are "
+            f"called {' and '.join(names.norm for names in LAYER.values())}, or they are fused with a linear layer. "
+            "LayerNorm Scaling does not define cross attention and norms after a sub-layer. If this version of "
+            "Megatron has renamed a norm, install another version or a newer olmo-lns",
         )
     sub_layers = [name for name, names in LAYER.items() if not _is_absent(getattr(layer, names.module, None))]
     if not sub_layers:
@@ -190,8 +190,8 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
     if len(present) != 1:
         raise _refuse(
             layer,
-            f"has {len(present)} norms before its {names.module} ({', '.join(present) or 'none'}; that is a "
-            f"{type(holder).__name__}), expected exactly one of {', '.join((names.norm, *candidates))}",
+            f"has {len(present)} norms before its {names.module}, which is a {type(holder).__name__}: "
+            f"{', '.join(present) or 'none'}. Expected exactly one of {', '.join((names.norm, *candidates))}",
         )
     return next(iter(present.values()))
 
@@ -253,7 +253,7 @@ def check_initialization(model: Any, config: Any) -> set[Measured]:
         for names in LAYER.values():
             module = getattr(layer, names.module, None)
             if not _is_absent(module) and not any(name.startswith(names.module) for name in weights):
-                raise MeasurementError(f"{where}: found no {names.output} in its {names.module}, expected one.")
+                raise MeasurementError(f"{where}: its {names.module} has no {names.output}. Expected one.")
         measured |= check_drawn(weights, std, where=where)
     return {Measured.INITIALIZATION if measured else Measured.INITIALIZATION_IN_CONFIG}
 

@@ -132,10 +132,10 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
     if len(counts) == 1 and counts != {0}:
         return
     raise LNSConfigError(
-        f"{LNS_FLAG} was given. The blocks with scaled norms, over all pipeline stages, are "
-        f"{sorted(set(numbers)) or 'none'}. Expected every block, equally often. The flag has no effect on models that "
-        "are not of megatron.core, and with --use-legacy-models, --yaml-cfg or a config made by hand. Call "
-        "olmo_lns.integrations.megatron.apply(config) before the model is built, or remove the flag."
+        f"{LNS_FLAG} was passed, but not every block has scaled norms. Over all pipeline stages these blocks have "
+        f"them: {sorted(set(numbers)) or 'none'}. Expected every block, equally often. The flag has no effect on "
+        "models that are not of megatron.core, and none with --use-legacy-models, --yaml-cfg or a config made by "
+        "hand. Call olmo_lns.integrations.megatron.apply(config) before the model is built, or remove the flag."
     )
 
 

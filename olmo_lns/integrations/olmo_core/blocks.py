@@ -79,8 +79,9 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
     if not all(layout.fits(plan) for _, _, plan in scheme.plans(n_layers)):
         paper = "" if layout.suggested_scheme == "lns" else " (not the method of the LayerNorm Scaling paper)"
         raise LNSConfigError(
-            f"scheme={scheme} does more than multiply the norms of block.name={name}. Expected a scheme for this "
-            f"block, such as {layout.suggested_scheme}{paper}, or another block.name ({', '.join(LAYOUTS)})."
+            f"scheme={scheme} does more than multiply the norms of block.name={name}, which OLMo-core does not "
+            f"support. Use a scheme that multiplies the norms of this block, such as {layout.suggested_scheme}{paper}, "
+            f"or another block.name: {', '.join(LAYOUTS)}."
         )
     return layout
 
