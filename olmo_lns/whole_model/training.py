@@ -21,7 +21,7 @@ from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.shadow import has_no_values
 from olmo_lns.whole_model.confirmation import Confirmation
-from olmo_lns.whole_model.depth import functional_blocks, similar_modules
+from olmo_lns.whole_model.lookalikes import functional_blocks, similar_modules
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import is_same
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
