@@ -211,57 +211,75 @@ def scale(
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
-    respond = respond or functools.partial(measure_response, width=width, shape=shape)
+    measure = respond or functools.partial(measure_response, width=width, shape=shape)
     stock: Any = type(module)
     try:
-        stock_response, problem = respond(module), ""
+        before = measure(module)
     except Exception as error:
         raise MeasurementError(
             f"{where} ({stock.__name__}): found a module that does not take rows of {width} channels "
             f"({type(error).__name__}: {error}); expected a norm of the stream."
         ) from error
-    mixins: list[type[Scaled]] = [ScaledOutput]
-    mixin = ScaledGainNorm if arithmetic is not None else mixin
-    reason = "" if mixin is None else _reason_against(mixin, module)
-    if mixin is not None and not reason:
-        mixins.insert(0, mixin)
-    for mixin in mixins:
-        try:
-            change_class(
-                module,
-                picklable_subclass(mixin, stock),
-                factor,
-                plan_without_factor=plan_without_factor,
-                factor_name=factor_name,
-            )
-        except (AttributeError, TypeError) as error:
-            object.__setattr__(module, "__class__", stock)
-            raise MeasurementError(
-                f"{where} ({stock.__name__}) cannot get another class and new attributes ({type(error).__name__}: "
-                f"{error}). Expected a norm like PyTorch's, whose class can be replaced by a subclass. Use such a norm."
-            ) from error
-        if mixin is ScaledGainNorm:
-            module.lns_arithmetic = arithmetic
-        if (replaced := vars(module).get(name := _forward_name(module))) is not None:
-            setattr(module, name, ScaledForward(module, replaced))
-        failure = "the multiplied gain gave another result"
-        try:
-            problem = respond(module).problem(stock_response, factor)
-        except Exception as error:  # the arithmetic needs an attribute that is missing
-            problem = f"{type(error).__name__}: {error}"
-            failure = "the norm could not be computed with a multiplied gain"
-        if not problem:
-            if reason:
-                module.lns_how_applied = f"outputs multiplied ({reason})"
-            return stock_response.measured
-        restore_class(module, stock)
-        if mixin is not ScaledOutput:
-            reason = failure
-            log.info("%s (%s): %s: %s. The output is multiplied instead.", where, stock.__name__, reason, problem)
-    raise MeasurementError(
-        f"{where} ({stock.__name__}): with its output multiplied, the norm has {problem}. Expected a norm whose "
-        "forward computes its output. A kernel may compute it elsewhere. Switch such a kernel off, or use another norm."
+    become = functools.partial(
+        _become, module, factor=factor, where=where, plan_without_factor=plan_without_factor, factor_name=factor_name
     )
+    preferred = ScaledGainNorm if arithmetic is not None else mixin
+    reason = "" if preferred is None else _reason_against(preferred, module)
+    if preferred is not None and not reason:
+        become(preferred)
+        if preferred is ScaledGainNorm:
+            module.lns_arithmetic = arithmetic
+        reason, problem = _difference(measure, module, before, factor)
+        if not reason:
+            return before.measured
+        restore_class(module, stock)
+        log.info("%s (%s): %s: %s. The output is multiplied instead.", where, stock.__name__, reason, problem)
+    become(ScaledOutput)
+    _, problem = _difference(measure, module, before, factor)
+    if problem:
+        restore_class(module, stock)
+        raise MeasurementError(
+            f"{where} ({stock.__name__}): with its output multiplied, the norm has {problem}. Expected a norm whose "
+            "forward computes its output. A kernel may compute it elsewhere. Switch such a kernel off, or use another "
+            "norm."
+        )
+    if reason:
+        module.lns_how_applied = f"outputs multiplied ({reason})"
+    return before.measured
+
+
+def _become(
+    module: Any, mixin: type[Scaled], *, factor: float, where: object, plan_without_factor: Plan, factor_name: str
+) -> None:
+    """Change the class of a module to the subclass with ``mixin``, also if its forward is replaced on the instance.
+
+    :raises MeasurementError: if the module takes no other class. It is left unchanged.
+    """
+    stock: Any = type(module)
+    try:
+        kind = picklable_subclass(mixin, stock)
+        change_class(module, kind, factor, plan_without_factor=plan_without_factor, factor_name=factor_name)
+    except (AttributeError, TypeError) as error:
+        object.__setattr__(module, "__class__", stock)
+        raise MeasurementError(
+            f"{where} ({stock.__name__}) cannot get another class and new attributes ({type(error).__name__}: "
+            f"{error}). Expected a norm like PyTorch's, whose class can be replaced by a subclass. Use such a norm."
+        ) from error
+    if (replaced := vars(module).get(name := _forward_name(module))) is not None:
+        setattr(module, name, ScaledForward(module, replaced))
+
+
+def _difference(measure: Callable[[Any], Response], module: Any, before: Response, factor: float) -> tuple[str, str]:
+    """Measure a module whose gain or output is multiplied, and compare it with the module before.
+
+    :returns: for the start-up line, why the gain cannot be multiplied, and a description of the difference. Both are
+        ``""`` if the module computes ``factor`` times what it computed before.
+    """
+    try:
+        problem = measure(module).problem(before, factor)
+    except Exception as error:  # the arithmetic needs an attribute that is missing
+        return "the norm could not be computed with a multiplied gain", f"{type(error).__name__}: {error}"
+    return ("the multiplied gain gave another result" if problem else ""), problem
 
 
 def _reason_against(mixin: type[Scaled], module: Any) -> str:
