@@ -49,23 +49,26 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
 
-    Call it when the weights have their values, or before the weights exist. The second case is a model on the meta
-    device, or one that DeepSpeed ZeRO-3 has partitioned. Call it before ``torch.compile``, DDP, FSDP and activation
-    checkpointing. In a distributed launch call it in every process. The first process runs the model, and the others
-    receive the names of the norms. Parameters and state dict do not change. A second call with the same scheme measures
-    the model again.
+    The norms of each block get a factor. Parameters and state dict do not change. A second call with the same scheme
+    measures the model again.
+
+    Call this function before training, and before ``torch.compile``, DDP, FSDP and activation checkpointing. The
+    weights may have their values, or they may not exist yet, as in a model on the meta device or one that DeepSpeed
+    ZeRO-3 has partitioned. In a distributed launch call it in every process. The first process runs the model, and
+    the others receive the names of the norms.
 
     :param model: a model of Megatron Core, OLMo, torchtitan or transformers, or any module with Pre-LN blocks whose
         norms are modules.
     :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks: the blocks in order, if the model has several lists that could hold them.
-    :param norms: the norms themselves, if no module runs a block or its blocks cannot be found: for each block, in
-        order from block 1, the norms before attention and feed-forward, or one norm that both read.
-    :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
-        that runs the forward. The default is 8 random token ids.
-    :param trained: True: the weights were trained under ``scheme``. False: they are fresh. None: they are fresh if
-        every norm that gets a factor has equal gains and biases, the same in all blocks, and the matrices of the
-        blocks hold independent random numbers.
+    :param blocks: the blocks in order. Pass them if the model has several lists that could be its blocks.
+    :param norms: the norms themselves. Pass them if no module runs a block, or if the blocks cannot be found. There is
+        one item for each block, in order from block 1: a pair of the norms before attention and feed-forward, or one
+        norm that both read.
+    :param example: input of one forward. It is a tensor, a tuple of arguments, a dict of keywords, or a function that
+        takes the model and runs it. The default is 8 random token ids.
+    :param trained: True says that the weights were trained under ``scheme``, and False that they are fresh. With None
+        the function decides. Weights are fresh if every norm that gets a factor has equal gains and biases, the same in
+        all blocks, and if the matrices of the blocks have independent random numbers.
     :raises CheckpointMismatchError: if the weights were trained without a factor, and ``trained`` is None.
     :raises LNSConfigError: if the model is not Pre-LN, has another scheme, is wrapped already, does not accept the
         example, or is a model of OLMo-core, whose config has to name the scheme before the model is built.
@@ -90,15 +93,15 @@ def apply(
 def fold(model: Any, *, example: Any = None, dtype: Any = None) -> Any:
     """Multiply the factors of a model into its weights, in place, and return it as a stock model.
 
-    A norm's factor goes into its gain and bias, or, for a norm without them, into the linear layers that read it. The
-    products are computed in fp64 and rounded once. The model is run before and after, and must give the same outputs.
-    Merge adapters first.
+    Stock software can then run the weights. A norm's factor goes into its gain and bias. If the norm has none, the
+    factor goes into the linear layers that read the norm. The products are computed in fp64 and rounded once. The model
+    runs before and after, and must give the same outputs. Merge adapters first.
 
     :param model: a model that :func:`apply` took, neither compiled nor sharded.
     :param example: as in :func:`apply`. For norms without a gain it must run every part of the blocks, such as all
         experts.
-    :param dtype: torch dtype of the changed weights, to which the others are converted afterwards, as by
-        ``model.to(dtype)``; None keeps theirs.
+    :param dtype: torch dtype of the changed weights. The other weights are converted to it afterwards, as by
+        ``model.to(dtype)``. None keeps all dtypes.
     :raises LNSConfigError: if the model has no scheme, is a model of Megatron, or has no weights in this process, or if
         its factors cannot be folded.
     :raises MeasurementError: if the output would change. In every case the model is left unchanged.
@@ -117,20 +120,21 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
     """Initialize the residual output projections like every other matrix, without a depth factor.
 
     Scaled initialization draws these weights times 1/sqrt(2L) (Megatron, GPT-2, nanoGPT, OLMo's ``full_megatron``), or
-    times 1/sqrt(2l) in block l (torchtitan, open_lm, OLMo's ``mitchell``). In OLMo and Megatron, and in a fresh
-    model of transformers whose family draws it, a scheme removes this depth factor without this function. There the
-    function is for the Pre-LN baseline.
+    times 1/sqrt(2l) in block l (torchtitan, open_lm, OLMo's ``mitchell``). A scheme removes this depth factor by itself
+    in OLMo, in Megatron, and in a fresh model of transformers whose family has it. There this function is for the
+    Pre-LN baseline. For any other model call it under a scheme, too.
 
     :param target: the config of OLMo or Megatron before the model is built, or a built model of any kind.
 
         A config is OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron Core's ``TransformerConfig``, or an object with
-        one in ``.transformer``. It is marked in place; a copy by ``dataclasses.replace`` keeps the mark in Megatron and
+        one in ``.transformer``. It is marked in place. A copy by ``dataclasses.replace`` keeps the mark in Megatron and
         loses it in OLMo.
 
-        The weights of a model are measured and multiplied in place, after they are drawn and before an optimizer or an
-        engine holds them. If the model is sharded by ``fully_shard`` or DeepSpeed ZeRO-3, or compiled, :func:`apply`
-        or a first call of this function must have found the projections before; call it in every process then. A call
-        before the weights exist, on the meta device, finds them and changes nothing.
+        The weights of a model are measured and multiplied in place. Pass the model after its weights are drawn, and
+        before an optimizer or an engine has them. If the model is compiled, or sharded by ``fully_shard`` or DeepSpeed
+        ZeRO-3, call this function in every process. :func:`apply` or a first call of this function must then have found
+        the projections before the model was sharded. A call before the weights exist, on the meta device, finds the
+        projections and changes nothing.
     :param blocks, example: as in :func:`apply`, for a model.
     :returns: ``target``.
     :raises LNSConfigError: if ``target`` is something else, if a model was already built from the config, if the config

@@ -1,7 +1,7 @@
 """LayerNorm Scaling in OLMo-core: a block config that ``_CLASS_`` names, and :func:`apply`.
 
-``--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig --model.block.scheme=lns`` on an unmodified launch. The class
-is saved by name in configs: its module and name never change.
+``--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig --model.block.scheme=lns`` selects LNS in an unmodified launch.
+Configs save the name of the class, so its module and name never change.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ C = TypeVar("C")
 
 @dataclass
 class BlockConfig(_upstream.TransformerBlockConfig):
-    """OLMo-core's block config with a scheme; every other field and its meaning are OLMo-core's.
+    """OLMo-core's block config with a scheme. All other fields are those of OLMo-core.
 
     :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
         ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm after the sub-layer.
-    :param exponent: exponent p of the factor l ** -p, l from 1; None means 0.5, the paper's.
-    :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
+    :param exponent: exponent p of the factor l ** -p of block l, counted from 1. None means 0.5, as in the paper.
+    :param initialization: ``plain`` or None refuses an ``init_method`` with a depth factor, and ``upstream`` keeps it.
     :raises LNSConfigError: if a value is not allowed, or the scheme does not support the type of the block.
 
     Source of ``lns``: arXiv 2502.05795.

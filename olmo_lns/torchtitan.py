@@ -1,7 +1,7 @@
 """LayerNorm Scaling in torchtitan: overrides that ``--override.imports`` names.
 
 ``./run_train.sh --override.imports olmo_lns.torchtitan.lns`` trains any of torchtitan's Pre-LN decoders with LayerNorm
-Scaling. The names of the two functions stand in users' commands and configs and never change.
+Scaling. Users' commands and configs contain the names of the two functions, so the names never change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def lns(
 
     :param config: torchtitan's config of a block's norm.
     :param scheme: ``lns``, or one of your own that only multiplies norms, such as ``name:key=value``.
-    :param exponent: exponent p of the factor l ** -p of block l, from 1; None means 0.5, the paper's.
+    :param exponent: exponent p of the factor l ** -p of block l, counted from 1. None means 0.5, as in the paper.
     :param keep_scaled_init: true keeps torchtitan's initializers, which have a depth factor in most models.
     :returns: a config that builds the same norm, marked.
     :raises LNSConfigError: if a value is not allowed.

@@ -1,7 +1,8 @@
 """The papers' diagnostics: output variance, angular distance, layer removal, Jacobians, gradient norms.
 
 ``docs/diagnostics.md`` has the definitions and the layout of the result files. Every diagnostic is a command,
-``olmo-lns analyze <diagnostic>``, and a function: model, batches -> :class:`~.results.Measurement`.
+``olmo-lns analyze <diagnostic>``, and a function that takes a model and batches and returns a
+:class:`~.results.Measurement`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ __all__ = ["DIAGNOSTICS", "Diagnostic"]
 class Diagnostic(NamedTuple):
     """Description of a diagnostic. Its function is named as text, so that ``--help`` does not import torch.
 
-    :param title: title in help and reports. :param function: ``module:name`` in this package.
-    :param column: the column that tables show. :param column_title: its name and unit, for the head of a table.
-    :param tokens: default number of tokens. :param max_sequence_length: default limit of the sequence length.
+    :param title: title in help and reports.
+    :param function: ``module:name`` in this package.
+    :param column: the column that tables show.
+    :param column_title: name and unit of this column, for the head of a table.
+    :param tokens: default number of tokens.
+    :param max_sequence_length: default limit of the sequence length.
     """
 
     title: str

@@ -1,12 +1,12 @@
 """Angular distance between the states of the residual stream, for all pairs of layers in one pass.
 
-State ``l`` (1-based) is the input of block ``l``; state ``L + 1`` is the raw output of the last block. As
-in the Curse of Depth paper (after Gromov et al., arXiv 2403.17887)::
+State ``l`` (1-based) is the input of block ``l``, and state ``L + 1`` is the raw output of the last block. The distance
+is that of the Curse of Depth paper (after Gromov et al., arXiv 2403.17887)::
 
     d(l, l + n) = mean over tokens of  arccos( cos(h_l, h_{l+n}) ) / pi      in [0, 1]
 
-A block that changes nothing has distance 0. The cosine is computed in float64 and clamped: rounding can leave it
-just above 1 for nearly equal states, where arccos is NaN.
+A block that changes nothing has distance 0. The cosine is computed in float64 and clamped. For nearly equal
+states rounding can make it larger than 1, where arccos is NaN.
 """
 
 from __future__ import annotations

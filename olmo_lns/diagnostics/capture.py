@@ -1,7 +1,7 @@
-"""Find the blocks of a model, run it on batches, observe its blocks, compute its next-token loss.
+"""Run a model on batches, observe its blocks, and compute its next-token loss.
 
-An observer receives the *raw* input and output of a block. In contrast, transformers' ``hidden_states[-1]`` is the
-output of the final norm, which hides the growth that LayerNorm Scaling removes.
+An observer receives the *raw* input and output of a block. transformers' ``hidden_states[-1]`` cannot be used instead,
+because it is the output of the final norm. This norm hides the growth that LayerNorm Scaling removes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Batches = Iterable[Batch]
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """Return the blocks of ``model`` in order, as :func:`olmo_lns.apply` finds them, by one forward on eight tokens.
 
-    :param path: dotted name of the list of blocks; its elements are returned, and the model does not run.
+    :param path: dotted name of the list of blocks. Its elements are returned, and the model does not run.
     :raises LNSError: if the model has no such list, or several.
 
     Example: ``find_blocks(model)`` is ``list(model.model.layers)`` for a Llama of transformers.
@@ -74,8 +74,8 @@ Observer = Callable[[int, BlockCall], Any]
 def observe(blocks: Sequence[nn.Module], observer: Observer) -> Iterator[None]:
     """Call ``observer`` after every call of every block while the context is open.
 
-    The call of the block is replaced instead of a hook added: a block that was compiled in place (``block.compile()``,
-    as in OLMo) runs its hooks inside the compiled graph, which ignores hooks that are added later.
+    No hook is used for this, but the call of the block is replaced. A block that was compiled in place, as by
+    ``block.compile()`` in OLMo, runs its hooks inside the compiled graph, which ignores hooks that are added later.
     """
     with ExitStack() as stack:
         for index, block in enumerate(blocks):

@@ -36,9 +36,11 @@ def read_batches(
 
     :param source: a ``.npy`` file (NumPy's format or OLMo's raw ids), a text file, JSON lines with text, or a Hugging
         Face data set ``name[,config][:split]`` (also a local folder).
-    :param length: tokens in a sequence. :param tokenizer: returns the tokenizer; called once, only for text.
-    :param max_tokens: number of tokens to read, which can shorten the last sequence; None reads everything.
-    :param token_dtype: dtype of raw token files (OLMo's). :param text_field: field of JSON lines and data sets.
+    :param length: tokens in a sequence.
+    :param tokenizer: function that returns the tokenizer. It is called once, and only for text.
+    :param max_tokens: number of tokens to read, which can shorten the last sequence. None reads everything.
+    :param token_dtype: dtype of OLMo's raw token files.
+    :param text_field: field of JSON lines and data sets that has the text.
     :raises LNSError: if the data does not exist, or has an id outside ``vocabulary``.
     """
     check_source(source)

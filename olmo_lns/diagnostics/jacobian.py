@@ -8,9 +8,10 @@ is the Jacobian of the whole residual map ``x -> x + Attn(Norm(x)) + ...``. A bl
 distance of J to the identity is ``|J - I|_F / |I|_F``, 0 for a block that does nothing. The diagonal dominance is the
 mean over rows of ``|J_ii| / sum_j |J_ij|``, 1 for a diagonal J.
 
-A row costs one backward pass through the block. A small d allows all d rows (``exact``); a large d, only the rows of a
-random sample of k coordinates (``projected``). Each sampled row is complete: the dominance is the mean over the sample,
-and ``d/k * sum`` of the rows' squared distances is an unbiased estimate of the full sum.
+A row costs one backward pass through the block. If d is small, all d rows are computed (``exact``). If d is large, only
+the rows of a random sample of k coordinates are computed (``projected``). Each sampled row is complete. The dominance
+is then the mean over the sample, and ``d/k * sum`` of the rows' squared distances is an unbiased estimate of the full
+sum.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def block_jacobians(
     ``method`` (``exact`` or ``projected``), ``width`` d, the 0-based ``coordinates`` of the computed rows, and for each
     block a heat map, the sub-matrix of J on ``heat_map_coordinates``.
 
-    :param rows: number of coordinates to sample; None: all rows up to width 256, else 128.
+    :param rows: number of coordinates to sample. None means all rows up to width 256, and 128 rows above it.
     :param seed: seed of the positions and the coordinates.
     :raises LNSError: if the batches have no token, or a Jacobian is not finite. The message names the blocks.
 

@@ -1,7 +1,7 @@
 """Measure the loss increase from removing one block without fine-tuning.
 
-The block is bypassed in place: its input becomes its output. The other blocks keep their layer numbers, whereas
-deleting the block from the list would shift the factor of every later block.
+The block is bypassed in place, so its input becomes its output. It is not deleted from the list of blocks. The other
+blocks therefore keep their numbers, and with the numbers their factors.
 """
 
 from __future__ import annotations

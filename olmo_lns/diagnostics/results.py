@@ -27,10 +27,12 @@ COMPARED_SETTINGS = ("sequence_length", "dtype", "seed")
 class Measurement:
     """The result of a diagnostic for one model.
 
-    :param what: a key of :data:`~olmo_lns.diagnostics.DIAGNOSTICS`. :param tokens: averaged tokens, without padding.
+    :param what: a key of :data:`~olmo_lns.diagnostics.DIAGNOSTICS`.
+    :param tokens: number of tokens in the average, without padding.
     :param blocks: column -> a number or None for each block, block 1 first.
     :param details: other results, as JSON values.
-    :param label: name of the model in figures and tables. :param settings: dtype, device and so on.
+    :param label: name of the model in figures and tables.
+    :param settings: dtype, device and so on.
     :raises LNSError: if a number is not finite. The message names its column and its blocks.
 
     Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is the variance of block 1.

@@ -33,8 +33,10 @@ def score_tasks(
 ) -> Scores:
     """Run ``tasks`` on the whole model, then without each block in turn.
 
-    :param lm: model of lm-eval, for example from :func:`harness_model`. :param blocks: blocks of the model, in order.
-    :param include_path: folder with the user's task files. :param limit: examples per task, None for all.
+    :param lm: model of lm-eval, for example from :func:`harness_model`.
+    :param blocks: blocks of the model, in order.
+    :param include_path: folder with the user's task files.
+    :param limit: number of examples per task. None uses all.
     :returns: scores by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
     :raises LNSError: if a task is unknown, or reports no number.
     :raises OSError: if the data of a task cannot be loaded.

@@ -5,7 +5,7 @@ For a token ``t`` and the raw output ``h`` of a block with ``d`` features::
     mean_t = 1/d sum_i h_ti        variance_t = 1/d sum_i (h_ti - mean_t)^2
 
 in float32. The result has, for each block, the mean and the standard deviation of ``variance_t`` over all tokens,
-the RMS ``sqrt(mean h^2)`` and the largest ``|h|``. Sums over tokens are in float64: the order and number of
+the RMS ``sqrt(mean h^2)`` and the largest ``|h|``. Sums over tokens are in float64, so the order and number of
 batches or ranks do not matter.
 """
 

@@ -1,8 +1,9 @@
-"""``y = s * Norm(x)`` with the factor in the gain and bias of the norm, not multiplied afterwards.
+"""Norms with a factor in their gain and bias: ``y = s * Norm(x)``.
 
-Two functions, one choice, and the arithmetic of the frameworks' norms as values. The functions give the same values and
-gradients as multiplying the norm's output by ``scale``, to the precision of the dtype, without another pass over the
-activations. docs/kernels.md has the measured times.
+:func:`rms_norm` and :func:`layer_norm` compute the same values and gradients as a norm whose output is multiplied by
+``scale``, to the precision of the dtype. They need no further pass over the activations. :func:`choose_backend` selects
+the kernels that compute them, and :class:`NormArithmetic` describes how a framework's norm computes. docs/kernels.md
+has the measured times.
 """
 
 from __future__ import annotations
