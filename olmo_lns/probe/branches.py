@@ -15,11 +15,13 @@ from torch import nn
 
 from olmo_lns.probe.call import hooks
 from olmo_lns.probe.recognize import is_leaf, norm_input
-from olmo_lns.probe.replay import Change, Hook, Replay, raise_one_element, roll_channels
+from olmo_lns.probe.replay import ROUNDING, Change, Hook, Replay, raise_one_element, roll_channels
 from olmo_lns.response import first_output
 
 #: A stream with this many rows has rows of clearly different sizes, unless a function makes them equal.
 _MANY_ROWS = 4
+#: A position is not reached by a change if its own change is below this part of the largest one.
+_NOT_REACHED = 1e-4
 
 
 def alike(replay: Replay) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
         moved = (after[module] - before[module]).reshape(replay.x.shape)
         inside, outside = float((moved * here).norm()), float((moved * (1 - here)).norm())
         if inside + outside > 0:
-            (mixing if outside > 1e-6 * (inside + outside) else others).append(module)
+            (mixing if outside > ROUNDING * (inside + outside) else others).append(module)
     # Both outputs may belong to one branch. The second is a separate branch only if the block still depends on it
     # while the output that mixes positions is replaced by zeros.
     for first, second in itertools.product(mixing, others):
@@ -214,8 +216,8 @@ def has_separate_paths(replay: Replay) -> bool:
     others: list[nn.Module] = []
     for module in before:
         rows = replay.as_norm_reads(name, replay.effect(module, change=raise_one_element)).flatten(0, -2).norm(dim=-1)
-        if float(rows.max()) > 1e-6:
-            (mixing if int((rows > 1e-4 * rows.max()).sum()) > 1 else others).append(module)
+        if float(rows.max()) > ROUNDING:
+            (mixing if int((rows > _NOT_REACHED * rows.max()).sum()) > 1 else others).append(module)
     for first, second in itertools.product(mixing, others):
         effects = [replay.effect(module) for module in (first, second)]
         if not replay.is_equal(replay.effect(first, second), effects[0] + effects[1]):

@@ -14,6 +14,11 @@ from torch.utils._pytree import tree_map
 
 from olmo_lns.response import first_output
 
+#: Two outputs of a norm are the same, up to its eps and the rounding of half precision, if their relative difference is
+#: below this value.
+_SAME_OUTPUT = 1e-3
+#: A module whose output has fewer different values is a sign function or the like, and no norm.
+_FEWEST_VALUES = 17
 #: Modules of PyTorch that are not tried. Most models have one of them beside each norm.
 _NO_NORMS = (nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, nn.ReLU)
 
@@ -56,12 +61,12 @@ def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     x = torch.randn(example.shape, generator=generator, device="cpu").to(example)
     small, large = run(64.0 * x), run(128.0 * x)
     size = float(small.norm())
-    if not float((large - small).norm()) < 1e-3 * size:
+    if not float((large - small).norm()) < _SAME_OUTPUT * size:
         return False
     another = torch.randn(example.shape, generator=generator, device="cpu").to(example)
-    if not float((run(64.0 * another) - small).norm()) > 1e-3 * size:
+    if not float((run(64.0 * another) - small).norm()) > _SAME_OUTPUT * size:
         return False
-    return small.unique().numel() >= min(17, small.numel())  # a sign function has few values, and is no norm
+    return small.unique().numel() >= min(_FEWEST_VALUES, small.numel())
 
 
 def norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

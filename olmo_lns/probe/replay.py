@@ -33,6 +33,10 @@ Result = tuple[torch.Tensor, list[torch.Tensor]]
 SAME = 1e-4
 #: The corresponding value for blocks that run in half precision only, such as those with flash attention.
 SAME_HALF = 0.02
+#: A change in a result of size 1 is rounding if it is below this value.
+ROUNDING = 1e-6
+#: In a result in fp32, an element does not change if its change is below this part of the largest one.
+_UNMOVED = 1e-3
 
 
 class Replay:
@@ -298,7 +302,7 @@ class Replay:
         """
 
         size = self.effect(module, change=raise_one_element).abs()
-        return float(size.max()) > 1e-6 and int((size > 1e-3 * size.max()).sum()) == 1
+        return float(size.max()) > ROUNDING and int((size > _UNMOVED * size.max()).sum()) == 1
 
     # --- another block of the same structure ------------------------------------------------------------------------
 

@@ -24,6 +24,10 @@ from olmo_lns.probe.projections import find_projections
 from olmo_lns.probe.replay import Replay, Result
 from olmo_lns.shadow import RandomWeights
 
+#: A branch loses a half of itself if the output of its norm is halved. If it loses less than the first value, a later
+#: norm cancels the factor, and if it loses less than the second one, in a part of the branch.
+_CANCELLED, _PARTLY_CANCELLED = 0.01, 0.25
+
 
 @dataclass(frozen=True)
 class BlockSites:
@@ -100,8 +104,10 @@ def pre_ln_sites(
                 shares = checks.check_block(replay, named_by_user=names_by_user is not None)
                 return BlockSites(
                     replay.site_names,
-                    cancelled=tuple(name for name, share in shares.items() if share < 0.01),
-                    partly_cancelled=tuple(name for name, share in shares.items() if 0.01 <= share < 0.25),
+                    cancelled=tuple(name for name, share in shares.items() if share < _CANCELLED),
+                    partly_cancelled=tuple(
+                        name for name, share in shares.items() if _CANCELLED <= share < _PARTLY_CANCELLED
+                    ),
                     projections=find_projections(replay, call) if earlier is None else earlier.projections,
                     replay=replay,
                 )

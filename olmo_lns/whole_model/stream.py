@@ -19,6 +19,18 @@ from olmo_lns.response import first_output, replace_first
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.trace import Trace, replace_stream
 
+_SINGLE = (torch.float32, torch.float64)
+#: A stream is normalized between two blocks if a stream of four times the size changes it by less than this part, and
+#: another stream by more.
+_NORMALIZED = 0.05
+#: Two changes of a stream are the same if their relative difference is below this value.
+_SAME_CHANGE = 0.01
+
+
+def tolerance_of_proportion(dtype: torch.dtype) -> float:
+    """Return up to which relative difference the change of a stream of this dtype counts as twice another one."""
+    return 0.02 if dtype in _SINGLE else 0.1
+
 
 def require_one_stream(
     model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, source: str, run: Callable[[], Any]
@@ -89,7 +101,7 @@ def require_one_stream(
         if block in small and block in large and block in other:
             size = float(small[block].norm())
             differences = [float((each[block] - small[block]).norm()) for each in (large, other)]
-            if differences[0] < 0.05 * size < differences[1]:
+            if differences[0] < _NORMALIZED * size < differences[1]:
                 raise LNSConfigError(
                     f"{type(model).__name__}: the stream is normalized between the blocks {number} and {number + 1} in "
                     f"{source}. LayerNorm Scaling expects a residual stream that grows through all blocks. If you want "
@@ -178,8 +190,7 @@ def require_residual_stream(
             continue
         # The output of the block in front alone: it has to move this block, and in proportion.
         once, twice = (forward(size, place - 1)[0][place].double() - before[place].double() for size in (1.0, 2.0))
-        tolerance = 0.02 if before[place].dtype in (torch.float32, torch.float64) else 0.1
-        if float((twice - 2 * once).norm()) < tolerance * float(twice.norm()):
+        if float((twice - 2 * once).norm()) < tolerance_of_proportion(before[place].dtype) * float(twice.norm()):
             continue
         raise LNSConfigError(
             f"{type(model).__name__}: between the blocks {place} and {place + 1} the model changes its stream by "
@@ -193,9 +204,9 @@ def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tens
     """Return true if a stream changed by the expected amount, up to the rounding of its dtype."""
     if expected.shape != stream.shape:
         return False
-    rounding = 1e-5 if stream.dtype in (torch.float32, torch.float64) else 0.03
+    rounding = 1e-5 if stream.dtype in _SINGLE else 0.03
     difference = float((moved.double() - stream.double() - expected).norm())
-    return difference < 0.01 * float(expected.norm()) + rounding * float(stream.double().norm())
+    return difference < _SAME_CHANGE * float(expected.norm()) + rounding * float(stream.double().norm())
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

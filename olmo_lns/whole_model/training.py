@@ -23,7 +23,7 @@ from olmo_lns.shadow import has_no_values
 from olmo_lns.whole_model.confirmation import Confirmation
 from olmo_lns.whole_model.lookalikes import functional_blocks, similar_modules
 from olmo_lns.whole_model.names import norms_example
-from olmo_lns.whole_model.stream import is_same
+from olmo_lns.whole_model.stream import is_same, tolerance_of_proportion
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
 
 log = logging.getLogger("olmo_lns")
@@ -166,7 +166,7 @@ def _keeps_proportion(
     still, once, twice = stream(0.0), stream(1.0), stream(2.0)
     if still is None or once is None or twice is None or not still.shape == once.shape == twice.shape:
         return True
-    tolerance = 0.02 if call.stream.dtype in (torch.float32, torch.float64) else 0.1
+    tolerance = tolerance_of_proportion(call.stream.dtype)
     return float((twice - 2 * once + still).norm()) <= tolerance * float((twice - still).norm())
 
 
