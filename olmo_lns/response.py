@@ -16,6 +16,16 @@ from olmo_lns.measured import Measured
 
 __all__ = ["Response", "first_output", "measure_response", "replace_first"]
 
+#: Allowed difference between two ways of computing a norm, relative to its size: the rounding of fp32 and of 16 bits,
+#: with room for sums in another order. An error of eps or of a clamp in the small and the massive rows is larger.
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 0.02
+#: Factor of the small rows: their mean square is then near the usual eps of 1e-6, so a wrong eps shows.
+_SMALL = 1e-3
+#: A massive channel, as trained models have it: a clamp of 16-bit numbers shows. Its square overflows in fp16.
+_MASSIVE = 3e4
+#: Number of examples of the input, two of each kind: ordinary, small, and with a massive channel.
+_EXAMPLES, _EXAMPLES_OF_A_KIND = 6, 2
+
 
 def first_output(output: Any) -> Any:
     """Return a module's output, or the first of its outputs."""
@@ -62,15 +72,16 @@ class Response:
         for case, expected_dtype in before.output_dtypes.items():
             if (actual_dtype := self.output_dtypes.get(case)) != expected_dtype:
                 return f"an output of {actual_dtype} for {case}, expected {expected_dtype}"
-        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
+        is_wide = self.dtype in (torch.float32, torch.float64)
+        tolerance = _TOLERANCE if is_wide else _TOLERANCE_16_BITS
         for name in ("output", "gradient"):
             expected, actual = getattr(before, name), getattr(self, name)
             if expected is None:
                 continue
             if actual.shape != expected.shape:
                 return f"{name} of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-            # Ordinary rows, small rows and rows with a massive channel, each pair by itself.
-            for expected_rows, actual_rows in zip(expected.split(2), actual.split(2), strict=True):
+            kinds = zip(expected.split(_EXAMPLES_OF_A_KIND), actual.split(_EXAMPLES_OF_A_KIND), strict=True)
+            for expected_rows, actual_rows in kinds:
                 size = float(expected_rows.norm())
                 error = float((actual_rows - factor * expected_rows).norm())
                 if not error <= tolerance * abs(factor) * size:  # also true for NaN
@@ -96,8 +107,8 @@ def measure_response(module: nn.Module, width: int, shape: tuple[int, ...] = ())
         try:
             return measure_response(module, width)
         except Exception:  # it does not take rows; an error of this second input is raised
-            return _response(module, (6, *shape[1:]))
-    return _response(module, (6, 3, width))
+            return _response(module, (_EXAMPLES, *shape[1:]))
+    return _response(module, (_EXAMPLES, 3, width))
 
 
 def _response(module: nn.Module, shape: tuple[int, ...]) -> Response:
@@ -116,9 +127,9 @@ def _response(module: nn.Module, shape: tuple[int, ...]) -> Response:
     values |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
     with torch.enable_grad():
         x = torch.randn(shape, generator=generator, device="cpu")
-        x[2:4] *= 1e-3
+        x[2:4] *= _SMALL
         massive = x[4:, 0] if x.dim() > 3 else x[4:, ..., 0]  # one channel; the first dimension of images
-        massive += 3e4 if dtype != torch.float16 else 0.0  # whose squares overflow there
+        massive += _MASSIVE if dtype != torch.float16 else 0.0  # whose squares overflow there
         x = x.to(device, dtype).requires_grad_()
         output = first_output(torch.func.functional_call(module, values, (x,)))
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)

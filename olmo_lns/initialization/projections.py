@@ -17,6 +17,12 @@ from torch import nn
 #: Among parameters whose names differ only in a number, such as those of experts, this many are examined at the
 #: beginning of the row and as many at its end. Parameters without an effect are not counted.
 _EXAMINED_PER_END = 2
+#: A matrix with fewer elements for each channel may hold scales of a branch, and is no projection.
+_FEWEST_INPUTS = 8
+#: The compared results are differences of two runs, and sums of several channels, so their rounding adds up.
+_SEVERAL_ROUNDINGS = 10
+#: In place of a dimension: the parameter is no projection.
+_NO_AXIS = -1
 
 
 def residual_projections(
@@ -36,66 +42,75 @@ def residual_projections(
 
     Example: for GPT-2 ``{"attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}``.
     """
-    rest = moved() if rest is None else rest
-    width = rest.shape[-1]
+    search = _Search(moved, same, moved() if rest is None else rest)
     # A router may select only some experts. The others have no effect, and are judged by those that it selects.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in block.named_parameters():
-        # A smaller parameter may hold scales of a branch, and is no projection.
-        if parameter.dim() > 1 and parameter.numel() >= 8 * width and width in parameter.shape:
+        is_matrix = parameter.dim() > 1 and parameter.numel() >= _FEWEST_INPUTS * search.width
+        if is_matrix and search.width in parameter.shape:
             groups[_place(name), parameter.shape].append((name, parameter))
-
-    def projects(parameter: nn.Parameter, axis: int) -> bool | None:
-        """Return true if this dimension of the parameter counts channels of the stream; None if nothing reads it."""
-        ends = sorted({0, width - 1})
-
-        def effect(*factors: float) -> torch.Tensor:
-            with ExitStack() as stack:
-                for channel, factor in zip(ends, factors, strict=False):
-                    stack.enter_context(_multiplied(parameter, axis, channel, factor))
-                return moved() - rest
-
-        once = effect(2.0, 3.0)  # which adds the slice of one channel once, and that of the other twice
-        if float(once.norm()) <= same:
-            return None
-        others = once.clone()
-        others[..., ends] = 0.0
-        sizes = [float(once[..., channel].norm()) for channel in ends]
-        if float(others.norm()) > 10 * same * max(sizes):
-            return False
-        if min(sizes) <= same:
-            return None
-        # Now twice, and once. A gate is not linear, and channels in another order are exchanged.
-        expected = once[..., ends] * once.new_tensor([2.0, 0.5][: len(ends)])
-        return float((effect(3.0, 2.0)[..., ends] - expected).norm()) <= 10 * same * min(sizes)
-
-    def axis(parameter: nn.Parameter) -> int | None:
-        """Return the dimension of the channels, -1 if the parameter is no projection, or None if nothing reads it."""
-        is_read = False
-        with _of_its_own(parameter):
-            for axis in [axis for axis, size in enumerate(parameter.shape) if size == width]:
-                if result := projects(parameter, axis):
-                    return axis
-                is_read = is_read or result is not None
-        return -1 if is_read else None
-
     projections = {}
     for group in groups.values():
         axis_of: dict[str, int] = {}
         for ordered in (group, group[::-1]):  # perhaps only the last one ends the branch
             count = 0
             for name, parameter in ordered:
-                if name not in axis_of and (result := axis(parameter)) is not None:
+                if name not in axis_of and (result := search.axis_of(parameter)) is not None:
                     axis_of[name] = result
                 count += name in axis_of
                 if count == _EXAMINED_PER_END:
                     break
         found = set(axis_of.values())
         for name, _ in group:
-            result = axis_of.get(name, next(iter(found)) if len(found) == 1 else -1)
-            if result >= 0:
+            result = axis_of.get(name, next(iter(found)) if len(found) == 1 else _NO_AXIS)
+            if result != _NO_AXIS:
                 projections[name] = result
     return projections
+
+
+class _Search:
+    """Tests of single parameters. The arguments are those of :func:`residual_projections`."""
+
+    def __init__(self, moved: Callable[[], torch.Tensor], same: float, rest: torch.Tensor) -> None:
+        self.moved, self.same, self.rest, self.width = moved, same, rest, rest.shape[-1]
+
+    def axis_of(self, parameter: nn.Parameter) -> int | None:
+        """Return the dimension of the channels, :data:`_NO_AXIS` for no projection, or None if nothing reads it."""
+        is_read = False
+        with _of_its_own(parameter):
+            for axis in [axis for axis, size in enumerate(parameter.shape) if size == self.width]:
+                if result := self._counts_channels(parameter, axis):
+                    return axis
+                is_read = is_read or result is not None
+        return _NO_AXIS if is_read else None
+
+    def _counts_channels(self, parameter: nn.Parameter, axis: int) -> bool | None:
+        """Return true if a dimension of a parameter counts channels of the stream, or None if nothing reads it.
+
+        The slices of the first and the last channel are multiplied, each by another factor.
+        """
+        ends = sorted({0, self.width - 1})
+
+        def effect(*factors: float) -> torch.Tensor:
+            with ExitStack() as stack:
+                for channel, factor in zip(ends, factors, strict=False):
+                    stack.enter_context(_multiplied(parameter, axis, channel, factor))
+                return self.moved() - self.rest
+
+        once = effect(2.0, 3.0)  # which adds the slice of one channel once, and that of the other twice
+        if float(once.norm()) <= self.same:
+            return None
+        others = once.clone()
+        others[..., ends] = 0.0
+        sizes = [float(once[..., channel].norm()) for channel in ends]
+        if float(others.norm()) > _SEVERAL_ROUNDINGS * self.same * max(sizes):
+            return False
+        if min(sizes) <= self.same:
+            return None
+        # Now twice, and once. A gate is not linear, and channels in another order are exchanged.
+        expected = once[..., ends] * once.new_tensor([2.0, 0.5][: len(ends)])
+        error = float((effect(3.0, 2.0)[..., ends] - expected).norm())
+        return error <= _SEVERAL_ROUNDINGS * self.same * min(sizes)
 
 
 def _place(name: str) -> str:

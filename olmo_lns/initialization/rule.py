@@ -20,6 +20,15 @@ from olmo_lns.initialization.marks import RULES, Matrix, full_shape, marked
 
 #: Matrices with fewer elements are not measured, since their standard deviation would be too uncertain.
 MEASURABLE = 1000
+#: Two standard deviations are equal if their ratio differs from 1 by less than this. A matrix of :data:`MEASURABLE`
+#: elements is measured to 2 %, and the smallest depth factor, in a model of one block, is 1.41.
+_TOLERANCE = 0.1
+#: A depth factor makes some projection of a model with several blocks at most half as large as other matrices. If the
+#: smallest is larger than this, there is none.
+_NO_DEPTH_FACTOR = 0.75
+#: Matrices whose standard deviations differ by at most this factor were drawn with one. Random sampling changes them
+#: at most 1.15-fold, a depth factor that changes from block to block at least 1.41-fold.
+_ONE_DEVIATION = 1.25
 #: The usual rules for the sizes of matrices. The variance of a matrix is constant, or inversely proportional to its
 #: fan-in, or to the sum of its fan-in and fan-out. Each function returns the divisor.
 _SIZES: tuple[Callable[[int, int], float], ...] = (
@@ -102,13 +111,12 @@ def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
             if all(_near(ratio * m.inverse_depth_factor(rule)) for m, ratio in ratios.items() if m.is_projection):
                 unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.inverse_depth_factor(rule))}
                 return Initialization(rule, stds, frozenset(m.name for m in stds) - unlike)
-    # In a model with more than one block, every depth factor makes some projection at most half as large.
     smallest = [min(ratio for m, ratio in ratios.items() if m.is_projection) for ratios in usual]
-    return Initialization("plain" if max(smallest, default=0.0) > 0.75 else "", stds)
+    return Initialization("plain" if max(smallest, default=0.0) > _NO_DEPTH_FACTOR else "", stds)
 
 
 def _near(ratio: float) -> bool:
-    return 0.9 < ratio < 1.1
+    return abs(ratio - 1) < _TOLERANCE
 
 
 def spread(stds: Mapping[Matrix, float]) -> str:
@@ -131,11 +139,8 @@ def spread(stds: Mapping[Matrix, float]) -> str:
 
 
 def _is_constant(stds: Sequence[float]) -> bool:
-    """Return true if matrices were drawn with one standard deviation.
-
-    A depth factor that changes from block to block changes it at least 1.41-fold, random sampling at most 1.15-fold.
-    """
-    return max(stds) <= 1.25 * min(stds)
+    """Return true if matrices were drawn with one standard deviation."""
+    return max(stds) <= _ONE_DEVIATION * min(stds)
 
 
 def _std(parameter: torch.Tensor) -> float | None:

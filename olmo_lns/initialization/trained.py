@@ -18,6 +18,13 @@ _SAMPLED, _PART, _SMALLEST = 16, 512, 32
 #: The largest singular value of a random matrix is at most 1.02 times the expected one. Above this value, a matrix
 #: counts as trained.
 _RANDOM = 1.1
+#: A model counts as trained if at least this share of its examined matrices does. The others may have learned little.
+_TRAINED_SHARE = 1 / 3
+#: Steps of Lanczos' method. For random matrices of up to 512 rows and columns they give four digits, in a tenth of the
+#: time of all singular values.
+_STEPS = 32
+#: A new vector of this size, relative to the one it was made from, is rounding of fp32.
+_ROUNDING = 1e-5
 
 
 def trained_part(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tuple[str, torch.Tensor]] = ()) -> str:
@@ -70,7 +77,7 @@ def _trained_norm(norms: Mapping[str, Sequence[nn.Module]]) -> str:
 
 
 def _trained_matrix(matrices: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the name of the least random matrix if at least a third of the matrices is not random, or else ``""``.
+    """Return the name of the least random matrix if enough of the matrices are not random, or else ``""``.
 
     A few matrices may be structured from the start, such as a table of positions. They do not suffice.
     """
@@ -87,7 +94,7 @@ def _trained_matrix(matrices: Iterable[tuple[str, torch.Tensor]]) -> str:
             exceeding += ratio > _RANDOM
         if count == _SAMPLED:
             break
-    return max(ratios, key=lambda name: ratios[name]) if count and 3 * exceeding >= count else ""
+    return max(ratios, key=lambda name: ratios[name]) if count and exceeding >= _TRAINED_SHARE * count else ""
 
 
 def _excess(matrix: torch.Tensor) -> float | None:
@@ -108,23 +115,22 @@ def _excess(matrix: torch.Tensor) -> float | None:
     return _largest_singular_value(part) / (math.sqrt(part.shape[0]) + math.sqrt(part.shape[1]))
 
 
-def _largest_singular_value(matrix: torch.Tensor, steps: int = 32) -> float:
+def _largest_singular_value(matrix: torch.Tensor) -> float:
     """Return the largest singular value of a matrix in fp32, by Lanczos' method (1950).
 
-    Each step adds one vector to an orthonormal basis, in which the value is then computed. For random matrices of up
-    to 512 rows and columns, 32 steps give four digits, in a tenth of the time of all singular values.
+    Each step adds one vector to an orthonormal basis, in which the value is then computed.
     """
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(matrix.shape[1], generator=generator, dtype=matrix.dtype, device="cpu")
     basis = matrix.new_zeros(0, matrix.shape[1])
     with torch.autocast("cpu", enabled=False):  # the caller may build and change the model under autocast
-        for _ in range(steps):
+        for _ in range(_STEPS):
             vector = vector / vector.norm()
             basis = torch.cat([basis, vector[None]])
             image = vector = matrix.T @ (matrix @ vector)
             for _ in range(2):
                 vector = vector - basis.T @ (basis @ vector)
-            if float(vector.norm()) <= 1e-5 * float(image.norm()):  # the basis has the whole row space
+            if float(vector.norm()) <= _ROUNDING * float(image.norm()):  # the basis has the whole row space
                 break
         return float(torch.linalg.matrix_norm(basis @ matrix.T, 2))
 
