@@ -7,6 +7,7 @@ It is then run alone, and the size of what it adds to the stream does not depend
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
@@ -115,13 +116,18 @@ def _norms_on_branches(
 class _BypassedNorms:
     """A forward with gradients that finds the norms whose input also bypasses them.
 
-    The output of each norm is detached. If the next block, or the output of the model, still depends on the input of
-    the norm, this input has bypassed the norm. The blocks themselves run without gradients.
+    The output of each norm is detached. If a tensor that the next block reads, or that the model returns, still depends
+    on the input of the norm, this input has bypassed the norm. The same tensor, or what a later block reads, must also
+    depend on the output of the norm. This is not so for the norm of a head that reads the stream between two blocks, or
+    of one of several heads. The blocks themselves run without gradients.
     """
 
     def __init__(self) -> None:
         self.found: set[nn.Module] = set()
-        self._pending: list[tuple[nn.Module, torch.Tensor]] = []  # norms since the last block, and their inputs
+        #: The norms since the last block, with their inputs and outputs.
+        self._pending: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+        #: Norm that was bypassed -> its output, which has not arrived at a block yet.
+        self._tapped: dict[nn.Module, torch.Tensor] = {}
         self._generator = torch.Generator().manual_seed(8)
 
     def search(
@@ -148,19 +154,33 @@ class _BypassedNorms:
         with probe.hooks(handles), torch.enable_grad():
             try:
                 output = run()
-                self._settle(dict(output) if isinstance(output, Mapping) else output)
+                self._settle(dict(output) if isinstance(output, Mapping) else output, is_end=True)
             except (RuntimeError, LNSConfigError):  # a function without gradients
                 return None
         return self.found
 
-    def _settle(self, values: Any) -> None:
-        """Add those of the pending norms to the result whose inputs have an effect on these values."""
+    def _settle(self, values: Any, *, is_end: bool = False) -> None:
+        """Add those norms to the result whose inputs and outputs have an effect on one of these values.
+
+        :param is_end: true for what the model returns, and false for the arguments of a block.
+        """
         targets = [leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf) and leaf.requires_grad]
-        for norm, value in self._pending if targets else []:
-            directions = [torch.randn(t.shape, generator=self._generator, device="cpu").to(t) for t in targets]
-            (gradient,) = torch.autograd.grad(targets, value, directions, retain_graph=True, allow_unused=True)
-            if gradient is not None and float(gradient.abs().max()) > 0:
-                self.found.add(norm)
+        for target in targets if self._pending or self._tapped else []:
+            direction = torch.randn(target.shape, generator=self._generator, device="cpu").to(target)
+            gradients = functools.partial(
+                torch.autograd.grad, target, grad_outputs=direction, retain_graph=True, allow_unused=True
+            )
+            for norm, value, output in self._pending:
+                bypass, branch = gradients((value, output))
+                if bypass is None or not bool(bypass.any()):
+                    continue
+                if branch is None:
+                    self._tapped.setdefault(norm, output)
+                else:
+                    self.found.add(norm)
+            for norm, output in [] if is_end else self._tapped.items():
+                if gradients((output,))[0] is not None:
+                    self.found.add(norm)
         self._pending.clear()
 
     def _before_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -174,9 +194,11 @@ class _BypassedNorms:
 
     def _after_norm(self, norm: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         value = next(iter((*args, *kwargs.values())), None)
-        if torch.is_tensor(value) and value.requires_grad:
-            self._pending.append((norm, value))
-        return tree_map(lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf, output)
+        output = tree_map(lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf, output)
+        if torch.is_tensor(value) and value.requires_grad and torch.is_tensor(y := first_output(output)):
+            self._pending.append((norm, value, y.requires_grad_()))
+            return replace_first(output, y.clone())  # the model may change it in place, which a leaf forbids
+        return output
 
     def _after_leaf(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Require gradients for an output that has none, since its module has no trainable weights."""

@@ -222,6 +222,47 @@ def test_blocks_that_changed_their_order_are_refused():
         olmo_lns.apply(model, example=X)
 
 
+class Heads(kinds.Stack):
+    """:param at_end: two heads with a norm each behind the last block, and not one head behind each block."""
+
+    def __init__(self, at_end):
+        super().__init__()
+        self.at_end = at_end
+        self.heads = nn.ModuleList(nn.Sequential(nn.LayerNorm(kinds.D), nn.Linear(kinds.D, 5)) for _ in range(2))
+
+    def forward(self, x):
+        outputs = []
+        for number, block in enumerate(self.layers):
+            x = block(x)
+            if not self.at_end and number < 2:
+                outputs.append(self.heads[number](x))
+        return [head(x) for head in self.heads] if self.at_end else sum(outputs) + self.out(x).mean()
+
+
+class Skips(kinds.Stack):
+    """A branch with a norm begins behind the first block and ends before the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(kinds.D), nn.Linear(kinds.D, kinds.D)
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        branch = self.linear(self.norm(x))
+        return self.out(self.layers[3](self.layers[2](self.layers[1](x) + branch)))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_norms_of_heads_between_blocks_or_of_several_heads_are_no_blocks(at_end):
+    model = olmo_lns.apply(Heads(at_end), example=X)
+    assert [site.layer_number for _, _, site in sites.in_model(model)] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_branch_around_a_block_is_refused():
+    with pytest.raises(LNSError, match="similar blocks outside of it: norm"):
+        olmo_lns.apply(Skips(), example=X)
+
+
 def test_buffers_and_what_a_change_of_mode_does_stay_as_they_were():
     model = kinds.Stack(kinds.Counting)
     state = copy.deepcopy(model.state_dict())
