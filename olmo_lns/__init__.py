@@ -1,7 +1,6 @@
 """LayerNorm Scaling (arXiv 2502.05795) and its relatives for existing launches.
 
-``import olmo_lns`` loads neither torch nor a training framework; each public name loads its
-dependencies on first use.
+``import olmo_lns`` loads neither torch nor a training framework. Each public name loads what it needs on first use.
 """
 
 from __future__ import annotations

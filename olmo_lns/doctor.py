@@ -25,7 +25,7 @@ from olmo_lns.pip_extras import install_command, unsupported
 
 
 def installed(framework: Framework) -> str | None:
-    """Return the version of a framework, or the folder of its checkout; None if it is not installed."""
+    """Return the version of a framework, or the folder of its checkout, or None if it is not installed."""
     package, module = framework.package, framework.installed_as
     try:
         spec = importlib.util.find_spec(module)

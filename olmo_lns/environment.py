@@ -1,5 +1,7 @@
-"""Environment variables of this package. In this package only this module reads ``OLMO_LNS_*``; the
-start-up file ``olmo_lns_autoload.pth`` reads ``OLMO_LNS_DISABLE`` itself.
+"""Environment variables of this package.
+
+In this package only this module reads ``OLMO_LNS_*``. The start-up file ``olmo_lns_autoload.pth`` reads
+``OLMO_LNS_DISABLE`` itself.
 
 A variable with this prefix that is not in the list may be a typing error. In a run with a scheme, and in the commands
 of this package, :func:`check` raises an error for it. When a framework is only imported, :func:`warn` logs it.

@@ -45,7 +45,7 @@ class Response:
     """The output and gradients of a norm for a random input.
 
     :param output: output of the norm, converted to fp64.
-    :param gradient: gradient of the input for a random gradient of the output, converted to fp64; None if it was not
+    :param gradient: gradient of the input for a random gradient of the output, converted to fp64, or None if it was not
         measured.
     :param dtype: dtype in which the norm was run.
     :param output_dtypes: dtype of the output for several inputs. A key describes an input by its dtype and by whether

@@ -2,10 +2,10 @@
 
 Large models are built on the meta device, or with parameters that DeepSpeed has partitioned. When their weights exist,
 the models are already sharded and compiled, and their blocks can no longer be run alone. They are therefore probed
-before, on a *shadow*. A shadow is a deep copy of the model with random parameters, which needs little memory because
-all parameters are views of a few tensors, each as large as the largest parameter that uses it. The norms through which
-a branch reads its stream do not depend on the values of the weights, so the names that are found on the shadow are
-also right for the model.
+before, on a *shadow*. A shadow is a deep copy of the model with random parameters. It needs little memory, because all
+parameters are views of a few tensors. Each of these tensors is as large as the largest parameter that uses it. The
+norms through which a branch reads its stream do not depend on the values of the weights. The names that are found on
+the shadow are therefore also right for the model.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers
     A further branch of a sub-layer may have one, too.
 
     :param n_layers: number of blocks of the whole model.
-    :param layer_numbers: numbers of the blocks in ``model`` if it is a part of the whole; by default 1 to ``n_layers``.
+    :param layer_numbers: numbers of the blocks in ``model`` if it is a part of the whole. The default is 1 to
+        ``n_layers``.
     :raises MeasurementError: if a record is missing, superfluous or under another scheme. The message lists the found
         and the expected sub-layers.
     """

@@ -43,10 +43,10 @@ def angular_distance(
     batches: Batches,
     device: torch.device | str = "cpu",
 ) -> Measurement:
-    """Average d(l, l + n) over the tokens of ``batches`` for all pairs; arguments as in ``block_output_variance``.
+    """Average d(l, l + n) over the tokens of ``batches`` for all pairs.
 
-    The result's column ``d<n>`` has d(l, l + n) for block l, None if l + n is above L + 1; ``d1`` is the angle by which
-    block l turns the residual stream.
+    The arguments are those of ``block_output_variance``. The result's column ``d<n>`` has d(l, l + n) for block l, or
+    None if l + n is above L + 1. ``d1`` is the angle by which block l turns the residual stream.
 
     :raises LNSError: if the batches have no token, or states are not finite. The message names the blocks.
 

@@ -165,7 +165,7 @@ def evaluation_batches(
 def run_observed(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str
 ) -> Iterator[tuple[list[BlockCall], torch.Tensor]]:
-    """Run the blocks on each batch; yield the call of each block, and the mask of real tokens (batch, sequence).
+    """Run the blocks on each batch. Yield the call of each block, and the mask of real tokens (batch, sequence).
 
     :raises LNSError: if a block did not run, or the batches have no token.
     """

@@ -73,7 +73,7 @@ def _add_common_options(command: argparse.ArgumentParser, diagnostic: str) -> No
         help=f"result file, default {diagnostic}.json; a .csv is written beside it",
     )
     add("--plot", type=as_path, help="also draw a figure: .png or .svg")
-    add("--label", help="name of the model in figures; a study arm's name sets its color")
+    add("--label", help="name of the model in figures; the name of an arm of a study selects its color")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
     add(
         "--sequence-length",

@@ -70,7 +70,7 @@ def check_source(source: str) -> None:
 
 
 def _sequences(chunks: Iterable[np.ndarray], length: int, max_tokens: int | None) -> Iterator[np.ndarray]:
-    """Yield sequences of ``length`` tokens up to the token limit; the last sequence can be shorter."""
+    """Yield sequences of ``length`` tokens up to the token limit. The last sequence can be shorter."""
     pending = np.empty(0, np.int64)
     for chunk in chunks:
         pending = np.concatenate([pending, chunk[:max_tokens].astype(np.int64)])
@@ -116,7 +116,7 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
 
 
 def _texts(source: str, field: str) -> Iterator[str]:
-    """Yield the texts of a file or data set; a plain text file comes in groups of lines of about 1 MB."""
+    """Yield the texts of a file or data set. A plain text file comes in groups of lines of about 1 MB."""
     path = Path(source)
     try:
         if path.is_file() and path.suffix not in RECORDS:

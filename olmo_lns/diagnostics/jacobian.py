@@ -83,7 +83,7 @@ def token_jacobian_rows(
 ) -> torch.Tensor:
     """Return the rows ``coordinates`` of J_t for one token of each sequence in ``sequences``.
 
-    :param call: call of the block at which J_t is evaluated; its input is (batch, sequence, d).
+    :param call: call of the block at which J_t is evaluated. Its input is (batch, sequence, d).
     :param sequences, positions: indices of the tokens in the batch, each (tokens,).
     :returns: (tokens, rows, d), float32.
     """

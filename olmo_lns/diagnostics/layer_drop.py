@@ -27,7 +27,7 @@ from olmo_lns.errors import LNSError
 
 @contextmanager
 def bypassed(block: nn.Module) -> Iterator[None]:
-    """Make ``block`` return its input; the block still runs, to fill its slot of a key-value cache.
+    """Make ``block`` return its input. The block still runs, to fill its slot of a key-value cache.
 
     :raises LNSError: if the block did not run on this data.
     """
@@ -87,7 +87,7 @@ def drop_layers(
 
 
 def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:
-    """Return the standard error of sum(difference) / sum(count), by linearisation; None for a single sequence.
+    """Return the standard error of sum(difference) / sum(count), by linearization, or None for a single sequence.
 
     :param difference: (blocks, sequences). :param count: (sequences,) tokens.
     """

@@ -121,7 +121,7 @@ class Monitor:
 def start_file(path: Path, step: int) -> None:
     """Write the header, or keep the whole samples of an existing file up to ``step``: a resumed run repeats later ones.
 
-    A kill or a full disk leaves a row that was cut, or a sample without its last blocks; both are removed.
+    A kill or a full disk leaves a row that was cut, or a sample without its last blocks. Both are removed.
 
     :raises LNSConfigError: if ``path`` is not a file of the monitor.
     """

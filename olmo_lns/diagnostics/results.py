@@ -140,7 +140,7 @@ def printable(path: str | Path) -> str:
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """Return a title and a table with a row per block and a column per model; missing blocks are empty cells."""
+    """Return a title and a table with a row per block and a column per model. Missing blocks are empty cells."""
     import pandas
 
     columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)

@@ -71,7 +71,7 @@ class Moments:
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)
 
     def columns(self) -> dict[str, list[float]]:
-        """Return ``variance``, ``variance_std``, ``rms`` and ``max`` of every block; NaN for a block without tokens."""
+        """Return ``variance``, ``variance_std``, ``rms`` and ``max`` of every block. A block without tokens has NaN."""
         count, *sums = self._sums.cpu().T
         variance, square, power = (total / count for total in sums)
         return {

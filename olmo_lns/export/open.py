@@ -45,7 +45,7 @@ def open_model(
     :param folder: a checkpoint of OLMo, OLMo-core, Megatron (which is opened as a Llama) or transformers.
     :param scheme: scheme of a checkpoint whose config names none.
     :param device: device of the model.
-    :param dtype: dtype of the model; None keeps the dtype in which it was saved.
+    :param dtype: dtype of the model. None keeps the dtype in which it was saved.
     :raises LNSConfigError: as in :func:`open_checkpoint`.
 
     Example: ``open_model("LNS_1B", scheme="lns", dtype=torch.float32)``.

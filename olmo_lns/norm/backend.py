@@ -25,8 +25,9 @@ class Backend:
 
     It is plain data, so it can be pickled, copied and compared. Every backend accepts every tensor.
 
-    :param name: ``te`` for Transformer Engine, which falls back to PyTorch for tensors that it has no kernel for;
-        ``torch-fused`` for PyTorch's norms on a CUDA device; ``torch`` for PyTorch's norms elsewhere.
+    :param name: ``te``, ``torch-fused`` or ``torch``. ``te`` is Transformer Engine, which falls back to PyTorch for
+        tensors that it has no kernel for. ``torch-fused`` is PyTorch's norms on a CUDA device, and ``torch`` is
+        PyTorch's norms elsewhere.
     :param reason: why this implementation was chosen, for the start-up line.
     """
 
@@ -138,7 +139,7 @@ def _decide(requested: str, origin: str) -> Backend:
 
 
 def _device_problem(device: torch.device) -> str | None:
-    """Return the reason why Transformer Engine's kernels cannot run on ``device``; None if they can."""
+    """Return the reason why Transformer Engine's kernels cannot run on ``device``, or None if they can."""
     if device.type in te.DEVICE_TYPES - {"cuda"}:
         return None  # a test's stand-in
     if not torch.cuda.is_available():

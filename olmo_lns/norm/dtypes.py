@@ -27,12 +27,12 @@ def _under_autocast(x: torch.Tensor) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on the device of ``x``; None if autocast is off."""
+    """Return the dtype of autocast on the device of ``x``, or None if autocast is off."""
     return torch.get_autocast_dtype(x.device.type) if _under_autocast(x) else None
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off if it is on; a needless ``torch.autocast`` costs more than a small norm."""
+    """Switch autocast off if it is on. A needless ``torch.autocast`` costs more than a small norm."""
     return torch.autocast(x.device.type, enabled=False) if _under_autocast(x) else contextlib.nullcontext()
 
 

@@ -1,7 +1,7 @@
 """Transformer Engine backend: the factor in gamma of TE's fused norm kernels.
 
-The kernels are called through custom operators, not through TE's modules. TE's modules read their
-weight again in the backward pass; a gamma swapped for the forward would give wrong gradients.
+The kernels are called through custom operators, and not through TE's modules. TE's modules read their weight again in
+the backward pass. If a gamma were swapped for the forward only, the gradients would be wrong.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def read_text(path: Path) -> dict[str, Any]:
 
 
 def parse_scalars(node: Any) -> Any:
-    """Convert text, also in lists and mappings, to JSON's numbers, booleans and null; ``no`` and ``010`` stay text.
+    """Convert text, also in lists and mappings, to JSON's numbers, booleans and null. ``no`` and ``010`` stay text.
 
     >>> parse_scalars({"a": "1e-3", "b": "010", "c": "null"})
     {'a': 0.001, 'b': '010', 'c': None}

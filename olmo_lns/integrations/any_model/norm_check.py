@@ -77,7 +77,7 @@ def _output(
     """Run a norm with random parameters, and without the factor of a scheme.
 
     :param shape: an input that the norm takes if it does not take rows.
-    :returns: a function that runs the norm in its present mode, its input and its output; None if it cannot be run.
+    :returns: a function that runs the norm in its present mode, its input and its output, or None if it cannot be run.
     """
     parameters = dict(norm.named_parameters())
     device = next((parameter.device for parameter in parameters.values()), device)

@@ -45,7 +45,7 @@ def _wrap_language_model(module: ModuleType) -> None:
 
 
 def _wrap_config(module: ModuleType) -> None:
-    """Wrap the function that makes the config; from Megatron Core 0.18 on it is defined in ``argument_utils``."""
+    """Wrap the function that makes the config. From Megatron Core 0.18 on, ``argument_utils`` defines it."""
     from olmo_lns.integrations.megatron.command_line import wrap_config_from_args
 
     needed = module.__name__ == "megatron.training.arguments"  # may hold an import of the wrapped one

@@ -1,4 +1,4 @@
-"""The language models of Megatron Core that this integration extends, by name; Megatron is not imported."""
+"""The language models of Megatron Core that this integration extends, by name. Megatron is not imported."""
 
 from __future__ import annotations
 

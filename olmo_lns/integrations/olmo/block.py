@@ -1,11 +1,11 @@
 """OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
 
-A scheme that only multiplies the norm before a sub-layer changes the two norms and leaves the block its class.
-Any other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`); with the
-plan of Pre-LN that forward computes what OLMo's own does (:func:`check_forward`).
+A scheme that only multiplies the norm before a sub-layer changes the two norms, and the block keeps its class. Any
+other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`). With the plan
+of Pre-LN this forward must compute what OLMo's own computes (:func:`check_forward`).
 
-``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer; a second one is ``attn_norm_out``;
-learned factors are ``attn_gate`` and ``attn_omega``. The classes here are mixins: a module becomes an instance of a
+``attn_norm`` and ``ff_norm`` are the first, or only, norm of their sub-layer. A second norm is ``attn_norm_out``, and
+learned factors are ``attn_gate`` and ``attn_omega``. The classes here are mixins. A module becomes an instance of a
 subclass of its own class, so ``get_param_groups`` recognizes norms, and no parameter is renamed.
 """
 

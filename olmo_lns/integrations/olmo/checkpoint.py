@@ -39,7 +39,7 @@ def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_type(folder: Any, local_cache: Any, running: Scheme) -> str | None:
-    """Return the ``layer_norm_type`` in a checkpoint's config.yaml, found as OLMo finds it; None without a config.
+    """Return the ``layer_norm_type`` in a checkpoint's config.yaml, found as OLMo finds it, or None without a config.
 
     A config that cannot be read is logged if the run has a scheme. OLMo itself does not read it.
     """

@@ -1,10 +1,10 @@
 """Wrappers of ``OLMo.__init__`` and ``OLMo.reset_parameters``: attach a scheme, draw the weights, measure, log a line.
 
-``attn_out`` and ``ff_out`` of block l (1-based) of L blocks are drawn by OLMo with the standard deviation of the other
-matrices times a depth factor: 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``, 1 for
-``normal``. A scheme replaces that factor, and the paper finds the two together worse than LNS alone (arXiv 2502.05795,
-footnote 1 and section 6). ``normal_scaled`` and ``normal_depth_scaled`` of this package are ``normal`` with the two
-projections times one of those factors. ``full_megatron`` also draws the head at 1/sqrt(d).
+OLMo draws ``attn_out`` and ``ff_out`` of block l (1-based) of L blocks with the standard deviation of the other
+matrices times a depth factor. The factor is 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``,
+and 1 for ``normal``. A scheme removes it, because the paper finds the two together worse than LNS alone (arXiv
+2502.05795, footnote 1 and section 6). ``normal_scaled`` and ``normal_depth_scaled`` of this package are ``normal`` with
+the two projections times one of those factors. ``full_megatron`` also draws the head at 1/sqrt(d).
 """
 
 from __future__ import annotations

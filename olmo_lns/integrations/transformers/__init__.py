@@ -1,8 +1,8 @@
 """LayerNorm Scaling in transformers, on every Pre-LN and parallel family.
 
-``register()`` adds the model types ``lns_<any type>`` to the auto classes, made on first use, and compares the scheme
-when a ``Trainer`` resumes; nothing else changes. :func:`apply` applies a scheme to a built model, :func:`fold` makes
-the model a stock one again.
+``register()`` adds the model types ``lns_<any type>`` to the auto classes, and compares the scheme when a ``Trainer``
+resumes. The class of a model type is made on first use. :func:`apply` applies a scheme to a built model, and
+:func:`fold` makes the model a stock one again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def apply(
 ) -> Any:
     """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
-    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme, and lose the
-    name under which they were loaded, since the model of that name has no scheme. If the family
-    draws its residual output projections with a depth factor, as GPT-2 does with 1/sqrt(2L), fresh ones lose it.
+    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme. They lose the
+    name under which they were loaded, because the model of that name has no scheme. If the family draws its residual
+    output projections with a depth factor, as GPT-2 does with 1/sqrt(2L), this factor is removed from fresh weights.
 
     :param model: a model of any family whose blocks are Pre-LN or parallel, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.

@@ -5,9 +5,9 @@ construction of a model differs from the stock class: the norms get their factor
 and generation are transformers' own. ``config.json`` has the model type, the scheme (``lns``) and the names of the
 norms (``lns_norms``). A model on the meta device, which cannot be measured, gets its factors by these names.
 
-In memory a model class has the name of its stock class, because other programs look that name up in their tables: the
-Trainer shifts the labels of label smoothing only for the causal language models that it knows. On disk the name is
-``LNSLlamaForCausalLM``. A reader that goes by ``architectures`` or ``auto_map`` then fails without this package,
+In memory a model class has the name of its stock class, because other programs look that name up in their tables. For
+example, the Trainer's label smoothing shifts labels only for the causal language models that it knows. On disk the name
+is ``LNSLlamaForCausalLM``. A reader that goes by ``architectures`` or ``auto_map`` then fails without this package,
 instead of loading the weights as Pre-LN.
 """
 
@@ -203,7 +203,7 @@ def describe_setting(scheme: Scheme) -> str:
 
 
 def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
-    """Return the scheme in the ``config.json`` of a folder or of a name on the hub; None without a readable one."""
+    """Return the scheme in the ``config.json`` of a folder or of a name on the hub, or None without a readable one."""
     from transformers import PretrainedConfig
 
     kwargs.pop("trust_remote_code", None)  # transformers warns about it here

@@ -212,7 +212,7 @@ def decide_initialization(
 
     :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
     :param trained_part: as in :func:`olmo_lns.integrations.any_model.attach`.
-    :returns: the measured initialization, or None for trained weights; and true if the factor is to be removed.
+    :returns: the measured initialization, or None for trained weights, and true if the factor is to be removed.
     :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.
     """
     if trained_part:  # such as weights that load_state_dict filled

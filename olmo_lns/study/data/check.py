@@ -23,7 +23,7 @@ class Data:
 
     :param eos: id of the end-of-document token; -1 for none.
     :param documents: number of end-of-document tokens, or the count in Megatron's index.
-    :param labels: number of tokens with a loss, from the label mask beside the file; None without a mask.
+    :param labels: number of tokens with a loss, from the label mask beside the file, or None without a mask.
     """
 
     path: Path
@@ -73,7 +73,7 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
 
     :param dtype, vocabulary: values of the training config. None takes them from the record beside the file; without a
         record uint16 and the vocabulary of the shipped configs. A Megatron file names its own dtype.
-    :param eos: id of the end-of-document token; -1 for none, and None as for ``dtype``.
+    :param eos: id of the end-of-document token, or -1 for none. None means the same as for ``dtype``.
     """
     result = Data(path, dtype or "uint16")
     try:
