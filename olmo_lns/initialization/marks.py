@@ -10,20 +10,13 @@ import copy
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Callable, Iterator, Mapping, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 #: The attributes in which :func:`mark` records its findings on modules.
 _MARKS = ("lns_matrices", "lns_norm")
-#: The rules of initialization that this module recognizes. A rule divides the standard deviation of the output
-#: projections of a block by a number. Its function returns this number, for the number of the block and of all blocks.
-RULES: dict[str, Callable[[int, int], float]] = {
-    "plain": lambda number, n_layers: 1.0,
-    "sqrt(2L)": lambda number, n_layers: math.sqrt(2.0 * n_layers),
-    "sqrt(2l)": lambda number, n_layers: math.sqrt(2.0 * number),
-}
 
 
 @dataclass(frozen=True)
@@ -42,10 +35,6 @@ class Matrix:
     n_layers: int
     fans: tuple[int, int]
     is_projection: bool
-
-    def inverse_depth_factor(self, rule: str) -> float:
-        """Return the inverse of the depth factor of ``rule``. It is at least 1, such as sqrt(2L) for 1/sqrt(2L)."""
-        return RULES[rule](self.number, self.n_layers)
 
     @property
     def short(self) -> str:

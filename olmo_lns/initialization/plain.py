@@ -10,8 +10,9 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.initialization.marks import marked
-from olmo_lns.initialization.rule import MEASURABLE, Initialization, measure, spread
+from olmo_lns.initialization.rule import MEASURABLE, Initialization, measure, spread, without_depth_factor
 from olmo_lns.initialization.trained import trained_part
+from olmo_lns.schemes.depth_factor import INVERSE_AS_TEXT
 
 
 def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
@@ -58,15 +59,15 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
         return "plain initialization: scaled initialization was off, nothing changed"
     # A factor that changes from block to block is a depth factor in any matrix. A constant factor of a matrix that does
     # not end a branch may be a choice of the user, so it is kept.
-    changed = found.scaled if found.rule == "sqrt(2l)" else {matrix.name for matrix in found.projections}
+    changed = found.scaled if found.rule == "depth_scaled" else {matrix.name for matrix in found.projections}
     done: dict[Any, torch.Tensor] = {}  # a weight may be tied to another block's
     for matrix, parameter in marked(model):
         if matrix.name in changed and (memory := _memory(parameter)) not in done:
             done[memory] = parameter  # keeps it alive, so that no other tensor gets its address
-            _multiply(parameter, matrix.inverse_depth_factor(found.rule))
+            _multiply(parameter, without_depth_factor(matrix, found.rule))
     before = {matrix: std for matrix, std in found.stds.items() if matrix.name in changed}
-    after = {matrix: std * matrix.inverse_depth_factor(found.rule) for matrix, std in before.items()}
-    line = f"plain initialization: {spread(before)} -> {spread(after)} (times {found.rule})"
+    after = {matrix: std * without_depth_factor(matrix, found.rule) for matrix, std in before.items()}
+    line = f"plain initialization: {spread(before)} -> {spread(after)} (times {INVERSE_AS_TEXT[found.rule]})"
     kept = {matrix: std for matrix, std in found.stds.items() if matrix.name in found.scaled - changed}
     return f"{line}; unchanged, since it does not end a branch: {spread(kept)}" if kept else line
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.initialization.marks import RULES, Matrix, full_shape, marked
+from olmo_lns.initialization.marks import Matrix, full_shape, marked
+from olmo_lns.schemes.depth_factor import KNOWN_INITIALIZATIONS, inverse_depth_factor
 
 #: Matrices with fewer elements are not measured, since their standard deviation would be too uncertain.
 MEASURABLE = 1000
@@ -42,8 +43,8 @@ _SIZES: tuple[Callable[[int, int], float], ...] = (
 class Initialization:
     """The rule by which the matrices of a model were initialized.
 
-    :param rule: ``plain``, ``sqrt(2L)`` or ``sqrt(2l)``. It is ``""`` if the matrices follow none of these rules, and
-        None if nothing could be measured.
+    :param rule: ``plain``, ``scaled`` or ``depth_scaled`` (:mod:`olmo_lns.schemes.depth_factor`). It is ``""`` if the
+        matrices follow none of these rules, and None if nothing could be measured.
     :param stds: matrix -> its standard deviation.
     :param scaled: names, in their block, of all matrices that have the depth factor of ``rule``. Besides the residual
         output projections these may be others, such as ``w3`` of torchtitan's feed-forward.
@@ -106,13 +107,19 @@ def _recognize(stds: Mapping[Matrix, float]) -> Initialization:
         reference = statistics.median_low(std for matrix, std in sized.items() if not matrix.is_projection)
         if reference:
             usual.append({matrix: std / reference for matrix, std in sized.items()})
-    for rule in RULES:
+    for rule in KNOWN_INITIALIZATIONS:
         for ratios in usual:
-            if all(_near(ratio * m.inverse_depth_factor(rule)) for m, ratio in ratios.items() if m.is_projection):
-                unlike = {m.name for m, ratio in ratios.items() if not _near(ratio * m.inverse_depth_factor(rule))}
+            without = {matrix: ratio * without_depth_factor(matrix, rule) for matrix, ratio in ratios.items()}
+            if all(_near(ratio) for matrix, ratio in without.items() if matrix.is_projection):
+                unlike = {matrix.name for matrix, ratio in without.items() if not _near(ratio)}
                 return Initialization(rule, stds, frozenset(m.name for m in stds) - unlike)
     smallest = [min(ratio for m, ratio in ratios.items() if m.is_projection) for ratios in usual]
     return Initialization("plain" if max(smallest, default=0.0) > _NO_DEPTH_FACTOR else "", stds)
+
+
+def without_depth_factor(matrix: Matrix, rule: str) -> float:
+    """Return the number that removes the depth factor of a rule when the matrix is multiplied by it."""
+    return inverse_depth_factor(rule, matrix.number, matrix.n_layers)
 
 
 def _near(ratio: float) -> bool:

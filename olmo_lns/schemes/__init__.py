@@ -6,8 +6,8 @@ framework follow these plans.
 
 from __future__ import annotations
 
+from olmo_lns.schemes.depth_factor import INITIALIZATIONS
 from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_factor
-from olmo_lns.schemes.initialization import INITIALIZATIONS
 from olmo_lns.schemes.plan import SUB_LAYERS, Learned, Plan
 from olmo_lns.schemes.registry import Definition, Parameter, Scheme, as_scheme, define_scheme, definition, names, parse
 from olmo_lns.schemes.table import LNS, PRE_LN

@@ -63,7 +63,7 @@ class Definition:
     :param source: paper and equation.
     :param parameters: name of a parameter -> its description.
     :param initialization: default initialization of the residual output projections
-        (:mod:`olmo_lns.schemes.initialization`).
+        (:mod:`olmo_lns.schemes.depth_factor`).
     """
 
     name: str

@@ -20,7 +20,7 @@ from olmo_lns.schemes import (
     parse,
     registry,
 )
-from olmo_lns.schemes.initialization import std_factor
+from olmo_lns.schemes.depth_factor import depth_factor
 
 EXPONENTS = st.floats(0, 8, allow_nan=False)
 
@@ -90,12 +90,12 @@ def test_a_defined_scheme_is_spelled_and_its_name_is_taken_once(monkeypatch):
 
 
 def test_initializations_have_their_factors_and_defaults():
-    assert std_factor("plain", 3, 8) == 1.0
-    assert std_factor("scaled", 3, 8) == pytest.approx(0.25) == std_factor("scaled", 8, 8)
-    assert std_factor("depth_scaled", 8, 12) == pytest.approx(0.25)
-    assert std_factor("depth_scaled", 2, 12) == pytest.approx(0.5)
+    assert depth_factor("plain", 3, 8) == 1.0
+    assert depth_factor("scaled", 3, 8) == pytest.approx(0.25) == depth_factor("scaled", 8, 8)
+    assert depth_factor("depth_scaled", 8, 12) == pytest.approx(0.25)
+    assert depth_factor("depth_scaled", 2, 12) == pytest.approx(0.5)
     with pytest.raises(LNSConfigError, match="'upstream' has no known factor"):
-        std_factor("upstream", 1, 1)
+        depth_factor("upstream", 1, 1)
     assert (PRE_LN.definition.initialization, LNS.definition.initialization) == ("upstream", "plain")
 
 

@@ -23,7 +23,7 @@ from olmo_lns.integrations.olmo import norm_types
 from olmo_lns.measured import Measured, describe
 from olmo_lns.processes import raise_on_every_rank
 from olmo_lns.schemes import SUB_LAYERS, Scheme
-from olmo_lns.schemes.initialization import std_factor
+from olmo_lns.schemes.depth_factor import depth_factor
 
 #: The residual output projections, and their roles in the init_factors of a plan.
 _OUTPUTS = {"attn_out": "o", "ff_out": "ff_out"}
@@ -118,16 +118,22 @@ def request_plain_initialization(config: Any) -> None:
 # --- initialization -------------------------------------------------------------------------------------------------
 
 
-def _depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
-    """Return the depth factor of OLMo's ``init_fn`` for the residual projections of a block."""
-    factors = {"mitchell": 1.0 / math.sqrt(2.0 * layer_number), "full_megatron": 1.0 / math.sqrt(2.0 * n_layers)}
-    factors |= dict.fromkeys(("normal", *norm_types.INIT_FNS), 1.0)
-    if (name := str(init_fn)) not in factors:
+#: OLMo's ``init_fn`` -> the initialization with its depth factor. Those of this package are OLMo's ``normal`` for OLMo.
+_STOCK_INITIALIZATION = {
+    "mitchell": "depth_scaled",
+    "full_megatron": "scaled",
+    **dict.fromkeys(("normal", *norm_types.INIT_FNS), "plain"),
+}
+
+
+def _stock_depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
+    """Return the factor with which OLMo draws the residual projections of a block under ``init_fn``."""
+    if (name := str(init_fn)) not in _STOCK_INITIALIZATION:
         raise LNSConfigError(
             f"init_fn is {name!r}, whose depth factor is unknown. Use normal, mitchell or full_megatron, or set "
             "OLMO_LNS_INITIALIZATION=upstream."
         )
-    return factors[name]
+    return depth_factor(_STOCK_INITIALIZATION[name], layer_number, n_layers)
 
 
 def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
@@ -155,8 +161,8 @@ def _finish_draw(model: Any) -> bool:
     initialization, config = model.lns_initialization, model.config
     for number, block in enumerate(blocks_of(model), start=1):
         if initialization != "upstream":
-            ratio = std_factor(initialization, number, config.n_layers)
-            ratio /= _depth_factor(config.init_fn, number, config.n_layers)
+            ratio = depth_factor(initialization, number, config.n_layers)
+            ratio /= _stock_depth_factor(config.init_fn, number, config.n_layers)
             for weight in (getattr(block, name).weight for name in _OUTPUTS if ratio != 1.0):
                 weight.mul_(ratio)
         for name in ("norm_out", "gate", "omega"):
@@ -185,7 +191,7 @@ def _measure_draw(model: Any, initialization: str) -> bool:
             for name, role in _OUTPUTS.items():
                 projection = getattr(block, name)
                 std = _std(model.config, projection.in_features) * factors.get(role, 1.0)
-                std *= std_factor(initialization, number, model.config.n_layers)
+                std *= depth_factor(initialization, number, model.config.n_layers)
                 sample = {name: projection.weight.flatten()[:_SAMPLE]}
                 measured |= check_drawn(sample, std, where=f"block {number}")
     except MeasurementError as error:

@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def _wrap_decoder(module: ModuleType) -> None:
-    from olmo_lns.integrations.torchtitan.initialization import wrap_init_states
+    from olmo_lns.integrations.torchtitan.initializers import wrap_init_states
     from olmo_lns.integrations.torchtitan.model import wrap_init
 
     wrap("torchtitan.models.common.decoder:Decoder.__init__", wrap_init)

@@ -8,8 +8,8 @@ from typing import Any, Callable, Iterator
 from olmo_lns import scaled, sites, start_up
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.hook import require_wrapped
-from olmo_lns.integrations.torchtitan import initialization
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
+from olmo_lns.integrations.torchtitan.initializers import remove_depth_factors
 from olmo_lns.integrations.torchtitan.norms import arithmetic_of, keep_argument_names
 from olmo_lns.integrations.torchtitan.request import Request, request_of
 from olmo_lns.measured import Measured
@@ -31,7 +31,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
             _attach(self, requests)
         elif request_of(self.norm) is not None:
             require_wrapped("torchtitan")
-            initialization.remove_depth_factors(self)
+            remove_depth_factors(self)
             start_up.write_line("Plain initialization on: the initializers have no depth factor")
 
     return wrapped
@@ -76,7 +76,7 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
         sites.require_complete(decoder, scheme, n_layers)
         _check_blocks(decoder, dim)
         if request.plain:
-            initialization.remove_depth_factors(decoder)
+            remove_depth_factors(decoder)
     line = start_up.start_up_line(
         decoder,
         n_layers,

@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.initialization import check_drawn
+from olmo_lns.schemes.depth_factor import inverse_depth_factor
 
 #: Number of a block -> the standard deviation that one initializer has in this block.
 _StdOfBlock = dict[int, float]
@@ -28,7 +29,7 @@ def remove_depth_factors(decoder: Any) -> None:
     :raises LNSConfigError: if an initializer differs between the blocks in another way.
     """
     by_draw, n_layers = _stds_by_draw(decoder), len(decoder.layers)
-    bases = {_base(name, stds) for (name, _), stds in by_draw.items() if len(set(stds.values())) > 1}
+    bases = {_base(name, stds, n_layers) for (name, _), stds in by_draw.items() if len(set(stds.values())) > 1}
     in_block: dict[int, set[float]] = defaultdict(set)
     for stds in by_draw.values():
         for number, std in stds.items():
@@ -38,10 +39,10 @@ def remove_depth_factors(decoder: Any) -> None:
     for key, stds in by_draw.items():
         # A weight that only one block has does not differ between the blocks. It has the base of another weight.
         for base in bases:
-            if all(_same(std * math.sqrt(2 * number), base) for number, std in stds.items()):
+            if all(_same(std, base) for std in _without_block_factor(stds, n_layers)):
                 plain[key] = base
         if key not in plain and n_layers > 1 and len(set(stds.values())) == 1:
-            base = next(iter(stds.values())) * math.sqrt(2 * n_layers)
+            base = next(iter(stds.values())) * inverse_depth_factor("scaled", 1, n_layers)
             if any(_same(base, other) for number in stds for other in in_block[number]):
                 plain[key] = base
     _replace(decoder, plain)
@@ -61,12 +62,12 @@ def _stds_by_draw(decoder: Any) -> dict[tuple[str, int], _StdOfBlock]:
     return by_draw
 
 
-def _base(name: str, stds: _StdOfBlock) -> float:
+def _base(name: str, stds: _StdOfBlock, n_layers: int) -> float:
     """Return the standard deviation that an initializer would have without its factor 1/√(2l).
 
     :raises LNSConfigError: if its standard deviations differ between the blocks in another way.
     """
-    bases = [std * math.sqrt(2 * number) for number, std in stds.items()]
+    bases = _without_block_factor(stds, n_layers)
     if not all(_same(base, bases[0]) for base in bases):
         raise LNSConfigError(
             f"{name} is drawn with the standard deviations {stds} by block. A scheme replaces a depth factor of "
@@ -74,6 +75,11 @@ def _base(name: str, stds: _StdOfBlock) -> float:
             'initializers with olmo_lns.torchtitan.lns={"keep_scaled_init": true}.'
         )
     return bases[0]
+
+
+def _without_block_factor(stds: _StdOfBlock, n_layers: int) -> list[float]:
+    """Return the standard deviations that an initializer would have in its blocks without a factor 1/√(2l)."""
+    return [std * inverse_depth_factor("depth_scaled", number, n_layers) for number, std in stds.items()]
 
 
 def _same(a: float, b: float) -> bool:
