@@ -11,13 +11,13 @@ from typing import Any, Sequence, TypeVar
 
 from torch import nn
 
+from olmo_lns import start_up_line
 from olmo_lns.frameworks import FRAMEWORKS, framework_of
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.hints import Hints
 from olmo_lns.integrations.interface import Integration, fold_model
 from olmo_lns.processes import is_first_process, same_outcome_on_every_rank
 from olmo_lns.schemes import Scheme, as_scheme
-from olmo_lns.start_up import write_line
 
 __all__ = ["apply", "fold", "integration_of", "plain_initialization"]
 
@@ -147,7 +147,7 @@ def plain_initialization(target: C, *, blocks: Sequence[nn.Module] | None = None
     if isinstance(target, nn.Module):
         line = integration_of(target).make_plain(target, Hints(blocks=blocks, example=example))
         if is_first_process():
-            write_line(line)
+            start_up_line.write(line)
         return target
     configs = [target, getattr(target, "model", None), getattr(target, "transformer", None)]
     config = next(filter(framework_of, configs), target)

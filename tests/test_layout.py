@@ -23,7 +23,7 @@ ORDER = [
     ("export",),
     ("dispatch", "olmo_core", "torchtitan"),
     ("integrations",),
-    ("folding", "start_up", "records"),
+    ("folding", "start_up_line", "records"),
     ("sites",),
     ("scaled",),
     ("whole_model",),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from olmo_lns import sites, start_up
+from olmo_lns import sites, start_up_line
 from olmo_lns.hook import on_import, wrap
 from olmo_lns.scaled import scale
 from olmo_lns.schemes import LNS, Scheme, registry, table
@@ -66,7 +66,7 @@ def test_the_toy_integration_scales_its_norms(tmp_path, monkeypatch, caplog):
     names = {
         "sites": sites,
         "scale": scale,
-        "start_up": start_up,
+        "start_up_line": start_up_line,
         "Site": Site,
         "LNS": LNS,
         "on_import": on_import,

@@ -6,7 +6,7 @@ from typing import Collection
 
 from torch import nn
 
-from olmo_lns import shadow, start_up
+from olmo_lns import shadow, start_up_line
 from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.measured import Measured
 from olmo_lns.processes import is_first_process
@@ -24,7 +24,7 @@ def report(model: nn.Module, located: Located, measured: Collection[Measured], i
     if initialization and not any(map(shadow.has_no_values, model.parameters())):
         measured = {*measured, Measured.INITIALIZATION}
     kinds = dict.fromkeys(type(module).__name__ for module in norms)
-    line = start_up.start_up_line(
+    line = start_up_line.compose(
         norms, len(located.norms), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
     if located.sites_from != "probe":
@@ -40,4 +40,4 @@ def report(model: nn.Module, located: Located, measured: Collection[Measured], i
             break
     if located.not_run:
         line += f"; left as it is, since the example does not run it: {', '.join(located.not_run)}"
-    start_up.write_line(line)
+    start_up_line.write(line)

@@ -21,7 +21,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import records, sites, start_up
+from olmo_lns import records, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn, matrices_of, trained_part
 from olmo_lns.integrations import any_model
@@ -113,7 +113,7 @@ def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | Non
         initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
     norm = str(getattr(config, "normalization", ""))
     print_once(
-        start_up.start_up_line(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
+        start_up_line.compose(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
     )
     return len(located)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import torch
 
-from olmo_lns import hook, sites, start_up
+from olmo_lns import hook, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.initialization import check_drawn
 from olmo_lns.integrations.olmo import block as blocks
@@ -48,7 +48,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         number = id(config)
         _built[number] = weakref.ref(config, lambda _: _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
-            start_up.write_line(_line(self, scheme, initialization, measured))
+            start_up_line.write(_line(self, scheme, initialization, measured))
 
     return wrapped
 
@@ -83,8 +83,8 @@ def _line(model: Any, scheme: Scheme, initialization: str, measured: set[Measure
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:
         return f"Pre-LN; initialization {initialization} (init_fn {config.init_fn}); {describe(measured)}"
-    line = start_up.start_up_line
-    return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=text)
+    norm = str(config.layer_norm_type)
+    return start_up_line.compose(model, config.n_layers, measured=measured, norm=norm, initialization=text)
 
 
 def blocks_of(model: Any) -> list[Any]:

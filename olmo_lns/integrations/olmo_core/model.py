@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from olmo_lns import environment, initialization, sites, start_up
+from olmo_lns import environment, initialization, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.measured import Measured
 from olmo_lns.schemes import Scheme
@@ -50,7 +50,7 @@ def check_and_announce(model: Any, n_layers: int) -> None:
     initializations = " and ".join(sorted({block.lns_initialization for block in blocks}))
     measured = frozenset[Measured]().union(*(block.lns_measured for block in blocks))
     not_run = [block.lns_not_run for block in blocks if block.lns_not_run]
-    line = start_up.start_up_line(
+    line = start_up_line.compose(
         model,
         n_layers,
         measured=measured if not_run else measured | {Measured.SITES},
@@ -59,7 +59,7 @@ def check_and_announce(model: Any, n_layers: int) -> None:
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )
-    start_up.write_line(line)
+    start_up_line.write(line)
 
 
 def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:

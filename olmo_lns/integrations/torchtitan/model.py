@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable, Iterator
 
-from olmo_lns import scaled, sites, start_up
+from olmo_lns import scaled, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
@@ -32,7 +32,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
         elif request_of(self.norm) is not None:
             require_wrapped("torchtitan")
             remove_depth_factors(self)
-            start_up.write_line("Plain initialization on: the initializers have no depth factor")
+            start_up_line.write("Plain initialization on: the initializers have no depth factor")
 
     return wrapped
 
@@ -77,14 +77,14 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
         _check_blocks(decoder, dim)
         if request.plain:
             remove_depth_factors(decoder)
-    line = start_up.start_up_line(
+    line = start_up_line.compose(
         decoder,
         n_layers,
         measured=measured,
         norm=type(norm).__name__,
         initialization="scaled initialization " + ("off" if request.plain else "kept"),
     )
-    start_up.write_line(line)
+    start_up_line.write(line)
 
 
 def _check_blocks(decoder: Any, dim: int) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger("olmo_lns")
 _UNSEEN = (logging.NullHandler, QueueHandler, SocketHandler, HTTPHandler, SMTPHandler)
 
 
-def start_up_line(
+def compose(
     model: Any,
     n_layers: int,
     *,
@@ -55,7 +55,7 @@ def start_up_line(
     return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
 
 
-def write_line(line: str) -> None:
+def write(line: str) -> None:
     """Write the start-up line to the log. In the first process, write it to stderr too if no handler shows it."""
     log.info("%s", line)
     if is_first_process() and not _is_shown(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (line,), None)):

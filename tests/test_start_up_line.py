@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from support import forked
 
-from olmo_lns import start_up
+from olmo_lns import start_up_line
 
 LINE = "LayerNorm Scaling on: 2 norms"
 
@@ -51,8 +51,8 @@ def test_the_line_is_in_the_log_or_on_stderr(level, handler_level, change, is_lo
     log.addHandler(logging.NullHandler())
     if change is not None:
         change(log, handler)
-    monkeypatch.setattr(start_up, "log", log)
-    start_up.write_line(LINE)
+    monkeypatch.setattr(start_up_line, "log", log)
+    start_up_line.write(LINE)
     assert records == [LINE] * is_logged
     assert capsys.readouterr().err == ("" if is_logged else f"{LINE}\n")
 
@@ -62,8 +62,8 @@ def write(monkeypatch, *handlers):
     log = logging.Logger("olmo_lns")
     for handler in handlers:
         log.addHandler(handler)
-    monkeypatch.setattr(start_up, "log", log)
-    start_up.write_line(LINE)
+    monkeypatch.setattr(start_up_line, "log", log)
+    start_up_line.write(LINE)
 
 
 def closed():
@@ -147,9 +147,9 @@ def test_a_line_on_the_console_of_rich_is_not_on_stderr(monkeypatch, capsys):
 #: Configures logging as a launch may do, and writes the line.
 CONFIGURES = f"""
 import logging.config
-from olmo_lns import start_up
+from olmo_lns import start_up_line
 {{}}
-start_up.write_line({LINE!r})
+start_up_line.write({LINE!r})
 """
 
 
