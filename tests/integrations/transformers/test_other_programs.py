@@ -33,6 +33,7 @@ def evaluated(model, folder):
     lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[eval]'")
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     data = {"data_files": {"test": str(folder / "rows.jsonl")}}
     lines = [
@@ -53,7 +54,8 @@ def evaluated(model, folder):
     built = [
         ConfigurableTask(config=task | options | {"task": kind, "output_type": kind}) for kind, options in tasks.items()
     ]
-    results = lm_eval.simple_evaluate(program, tasks=built, bootstrap_iters=0)
+    manager = TaskManager(include_defaults=False)  # else lm-eval reads the thousands of files of its own tasks
+    results = lm_eval.simple_evaluate(program, tasks=built, bootstrap_iters=0, task_manager=manager)
     metrics = [
         value for kind in tasks for key, value in sorted(results["results"][kind].items()) if key.endswith(",none")
     ]
