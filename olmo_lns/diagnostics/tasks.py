@@ -11,6 +11,7 @@ from torch import nn
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
+from olmo_lns.temporary_values import replaced_attribute
 
 if TYPE_CHECKING:
     from olmo_lns.export.checkpoint import OpenCheckpoint
@@ -43,7 +44,7 @@ def score_tasks(
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
     """
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.tasks import TaskManager
 
     # Indexing the thousands of task files of the harness takes a minute: skip it if the user's tasks suffice.
@@ -63,10 +64,12 @@ def score_tasks(
         results: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **options)["results"]
         return results
 
-    runs = [evaluate()]
-    for block in blocks:
-        with bypassed(block):
-            runs.append(evaluate())
+    # After each run lm-eval would describe the environment, with `pip list`, which takes seconds for every block.
+    with replaced_attribute(evaluator, "add_env_info", lambda results: None):
+        runs = [evaluate()]
+        for block in blocks:
+            with bypassed(block):
+                runs.append(evaluate())
     return {task: _collect(task, [run[task] for run in runs]) for task in runs[0] if task in tasks}
 
 
