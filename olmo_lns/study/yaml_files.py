@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Hashable, Mapping
 
@@ -34,6 +35,12 @@ class _TextLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@cache
+def _parse(text: str) -> Any:
+    """Parse a text once, since the runs of a study share their files."""
+    return yaml.load(text, _TextLoader)
+
+
 def read_text(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file, with every scalar as text. An empty value is ``""``.
 
@@ -42,7 +49,7 @@ def read_text(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise LNSConfigError(f"{path} was not found. Pass the path of a YAML file.")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8-sig"), _TextLoader)
+        content = copy.deepcopy(_parse(path.read_text(encoding="utf-8-sig")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         message = " ".join(str(error).split())[:300]
         raise LNSConfigError(f"{path} cannot be read as YAML. Correct this place: {message}") from error
