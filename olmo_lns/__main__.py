@@ -22,7 +22,10 @@ def main() -> int:
         return run_command(args)
     script = args[0]
     if not os.path.isfile(script):
-        print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
+        print(
+            f"olmo_lns: {script!r} is neither a script nor a command. `olmo-lns --help` lists the commands.",
+            file=sys.stderr,
+        )
         return 2
     from olmo_lns import environment, hook
     from olmo_lns.errors import LNSError

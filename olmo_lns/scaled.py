@@ -217,8 +217,8 @@ def scale(
         before = measure(module)
     except Exception as error:
         raise MeasurementError(
-            f"{where} ({stock.__name__}): found a module that does not take rows of {width} channels "
-            f"({type(error).__name__}: {error}); expected a norm of the stream."
+            f"{where} ({stock.__name__}): this module does not take rows of {width} channels "
+            f"({type(error).__name__}: {error}). Expected a norm of the stream."
         ) from error
     become = functools.partial(
         _become, module, factor=factor, where=where, plan_without_factor=plan_without_factor, factor_name=factor_name

@@ -96,7 +96,7 @@ def read_back(model: Any) -> Scheme:
             found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(each.plan, n)!r}" for n in differing)
             raise MeasurementError(
                 f"{name} ({each}): found {'; '.join(found_instead)} under {each.scheme}. The module or "
-                "its forward was replaced after the block was built; apply the scheme after the replacement."
+                "its forward was replaced after the block was built. Apply the scheme after the replacement."
             )
     return records[0][2].scheme
 

@@ -48,7 +48,7 @@ def test_the_launcher_runs_a_script_as_python_would_and_says_when_a_flag_had_no_
     assert done.stdout == b"7 ['--layernorm-scaling', 'b']\n" and b"--layernorm-scaling had no effect" in done.stderr
     missing, off = shell(f"{OLMO_LNS} nowhere.py"), shell(f"{OLMO_LNS} {script}", OLMO_LNS_DISABLE="1")
     assert (missing.returncode, off.returncode) == (2, 2)
-    assert b"no script 'nowhere.py'" in missing.stderr and missing.stderr.count(b"\n") == 1
+    assert b"'nowhere.py' is neither a script nor a command" in missing.stderr and missing.stderr.count(b"\n") == 1
     assert b"OLMO_LNS_DISABLE=1 is set, but the launcher needs the plugin. Unset OLMO_LNS_DISABLE" in off.stderr
 
 

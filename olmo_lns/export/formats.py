@@ -44,4 +44,4 @@ def format_of(source: str | Path) -> Format:
         if each.recognizes(folder):
             return each
     *others, last = (each.files for each in FORMATS.values())
-    raise LNSConfigError(f"{folder} holds no complete checkpoint. Expected {', '.join(others)} or {last}.")
+    raise LNSConfigError(f"{folder} has no complete checkpoint. Expected {', '.join(others)} or {last}.")

@@ -107,8 +107,8 @@ def require_one_head(saved: SavedWeights, model: nn.Module, source: object) -> N
     if head_weight.shape != embedding_weight.shape or not torch.equal(head_weight, embedding_weight):
         raise LNSConfigError(
             f"{source}: config.json says tie_word_embeddings=true, but {head} differs from {embedding}. Expected equal "
-            "weights. If the head was trained apart, set tie_word_embeddings to false in config.json; otherwise remove "
-            f"{head} from the weights."
+            "weights. If the head was trained apart, set tie_word_embeddings to false in config.json. "
+            f"Otherwise remove {head} from the weights."
         )
 
 

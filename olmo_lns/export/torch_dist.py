@@ -163,9 +163,9 @@ def read(folder: Path) -> Saved:
     unsupported = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
     if norms != 2 * layers or unsupported:
         raise LNSConfigError(
-            f"{folder}: found {norms} block norms in {layers} layers, expected {2 * layers}; unsupported parameters: "
-            f"{', '.join(unsupported[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in "
-            "every layer, no MTP) can be folded."
+            f"{folder} cannot be folded, because it is not a plain transformer decoder. It has {norms} block norms in "
+            f"{layers} layers, and these unsupported parameters: {', '.join(unsupported[:1]) or 'none'}. Expected "
+            f"{2 * layers} norms, attention and MLP or MoE in every layer, and no MTP."
         )
     return saved
 

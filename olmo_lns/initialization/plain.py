@@ -27,7 +27,7 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
     """
     if any(hasattr(p, "_z3_optimizer") or getattr(p, "_hp_mapping", None) is not None for p in model.parameters()):
         raise LNSConfigError(
-            f"{type(model).__name__}: DeepSpeed's optimizer holds copies of its weights, which would undo the change. "
+            f"{type(model).__name__}: DeepSpeed's optimizer has copies of its weights, which would undo the change. "
             "plain_initialization expects a model before deepspeed.initialize. Call it earlier."
         )
     found = measure(model, merge=True) if found is None else found

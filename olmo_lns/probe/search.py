@@ -114,7 +114,7 @@ def pre_ln_sites(
         except NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
-                "read the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
+                "read the stream through a norm that is a module. docs/without-a-plugin.md scales other models."
                 + (f" {advice}" if advice and reason.curable else "")
             ) from None
         except BlockFailed as error:

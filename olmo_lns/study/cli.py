@@ -81,8 +81,8 @@ def _launch(args: argparse.Namespace) -> int:
         return min(1, launch.run_here(study, runs, args.out))
     if args.slurm:
         for path in slurm.write(study, runs, args.out, args.slurm):
-            print(f"wrote {path}; submit with: sbatch {shlex.quote(str(path))}")
-        print(f"The requested times are for {study.gpu} GPUs; --gpu names another one.")
+            print(f"wrote {path}. To submit it: sbatch {shlex.quote(str(path))}")
+        print(f"The requested times are for {study.gpu} GPUs. Pass --gpu for another type.")
         return 0
     launch.print_commands(study, runs, args.out)
     return 0

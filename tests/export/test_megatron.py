@@ -150,7 +150,7 @@ def test_arguments_that_do_not_say_it_or_are_damaged(saved, tmp_path, capsys):
     assert "names the class" in refused(capsys, *case("hostile", set_to(odd=Hostile())))
     lacking = case("lacking", lambda common: common.update(args=argparse.Namespace()))
     assert "has no arguments" in refused(capsys, *lacking)
-    assert "found 8 block norms in 5 layers" in refused(capsys, *case("layers", set_to(num_layers=5)))
+    assert "has 8 block norms in 5 layers" in refused(capsys, *case("layers", set_to(num_layers=5)))
     (tmp_path / "two" / ".metadata").unlink()
     (tmp_path / "two" / ".metadata").write_bytes(b"no pickle")
     assert "cannot be loaded" in refused(capsys, tmp_path / "two", tmp_path / "out")

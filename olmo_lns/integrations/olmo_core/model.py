@@ -119,7 +119,7 @@ def scheme_of_model(model: Any) -> Scheme:
         if experts is not None and not any(sites.in_model(experts)):
             raise MeasurementError(
                 f"block {number}: {EXPERTS_NORM} has no factor. Expected the factor of feed_forward_norm. The module "
-                "was replaced after the block was built; apply the scheme after the replacement."
+                "was replaced after the block was built. Apply the scheme after the replacement."
             )
     return scheme
 

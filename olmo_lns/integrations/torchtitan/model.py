@@ -126,7 +126,7 @@ def check_part(part: Any) -> None:
     if found and found != sorted(expected):
         raise MeasurementError(
             f"{type(part).__name__}: found a scheme on the sub-layers {found}, expected {sorted(expected)}. A "
-            "module was replaced or moved after the model was built; report this with the command."
+            "module was replaced or moved after the model was built. Report this error with the command that you ran."
         )
 
 

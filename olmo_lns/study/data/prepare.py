@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(record_path, json.dumps(record | {"source": _source(args.split, args.files)}, indent=1) + "\n")
     print(f"\n{args.out / stem}.npy is complete, of dtype {dtype}")
     share = labels / (count * (args.sequence - 1))
-    print(f"{share:.1%} of the positions are real tokens; with label masks OLMo averages losses over all positions")
+    print(f"{share:.1%} of the positions are real tokens. With label masks OLMo averages losses over all positions.")
     return 0
 
 
