@@ -141,10 +141,13 @@ def _keeps_proportion(
 ) -> bool:
     """Return true if a change of what one block returns arrives at the next one in proportion to its size.
 
-    What dropout, noise or a sum leaves of the change is in proportion, and what a norm leaves is not.
+    What dropout, noise or a sum leaves of the change is in proportion, and what a norm leaves is not. The result is
+    also true if the stream arrives unchanged here, since only the numbers of the confirmation were changed then.
 
     :param call: a call of the second block.
     """
+
+    returned: list[torch.Tensor] = []
 
     def stream(size: float) -> torch.Tensor | None:
         found: list[torch.Tensor] = []
@@ -152,21 +155,26 @@ def _keeps_proportion(
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if (y := probe.stream_of(output)) is None:
                 return output
+            returned.append(y.detach().clone())
             noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), device="cpu").to(y)
             return replace_stream(output, y + size * y.std() * noise)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.append(call.stream_among(args, kwargs).detach().double())
+            found.append(call.stream_among(args, kwargs).detach())
 
         handles = [before.register_forward_hook(leave), block.register_forward_pre_hook(enter, with_kwargs=True)]
         with probe.hooks(handles), _read_only(model), torch.no_grad():
             run()
         return found[0] if found else None
 
-    still, once, twice = stream(0.0), stream(1.0), stream(2.0)
-    if still is None or once is None or twice is None or not still.shape == once.shape == twice.shape:
+    still = stream(0.0)
+    if still is None or not returned or is_same(returned[0], still):
+        return True
+    once, twice = stream(1.0), stream(2.0)
+    if once is None or twice is None or not still.shape == once.shape == twice.shape:
         return True
     tolerance = tolerance_of_proportion(call.stream.dtype)
+    still, once, twice = still.double(), once.double(), twice.double()
     return float((twice - 2 * once + still).norm()) <= tolerance * float((twice - still).norm())
 
 

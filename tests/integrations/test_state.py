@@ -2,7 +2,9 @@
 
 import collections
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 from support.block_kinds import Block, D, Stack
@@ -95,6 +97,53 @@ def test_a_large_new_cache_is_empty_again():
     assert not any(bool(block.keys.any()) for block in model.layers)
 
 
+class Drawing(Block):
+    """A block with random generators and an array of its own, which writes to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.random = torch.Generator().manual_seed(1), random.Random(1)
+        self.numpy, self.counts = numpy.random.default_rng(1), numpy.zeros(3)
+
+    def forward(self, x):
+        torch.rand(3, generator=self.generator)
+        self.random.random()
+        self.numpy.random()
+        self.counts += 1
+        return super().forward(x)
+
+
+def test_random_generators_and_arrays_of_a_model_are_as_before():
+    model = olmo_lns.apply(Stack(Drawing), example=X)
+    for block in model.layers:
+        fresh = Drawing()
+        assert torch.equal(block.generator.get_state(), fresh.generator.get_state())
+        assert block.random.getstate() == fresh.random.getstate()
+        assert block.numpy.bit_generator.state == fresh.numpy.bit_generator.state
+        assert not block.counts.any()
+
+
+class CountingNorm(nn.LayerNorm):
+    def __init__(self, width):
+        super().__init__(width)
+        self.calls, self.means = 0, torch.zeros(1)
+
+    def forward(self, x):
+        self.calls += 1
+        self.means.add_(x.detach().mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_a_norm_keeps_when_it_is_measured_is_as_before(trains):
+    model = olmo_lns.apply(Stack(lambda: Block(norm=CountingNorm)).train(trains), example=X)
+    norms = [norm for block in model.layers for norm in (block.n1, block.n2)]
+    assert not any(norm.calls or bool(norm.means.any()) for norm in norms)
+    assert [norm.lns_scale for norm in norms[2:4]] == [0.5**0.5] * 2
+    olmo_lns.apply(model, example=X)
+    assert not any(norm.calls or bool(norm.means.any()) for norm in norms)
+
+
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -124,6 +173,17 @@ def test_a_scripted_head_does_not_matter_and_a_scripted_branch_is_named():
     assert len(list(sites.in_model(olmo_lns.apply(WithHead(), example=X)))) == 8
     with pytest.raises(LNSError, match=r"block 1 \(Scripted\): o was compiled by torch.jit.script"):
         olmo_lns.apply(WithHead(Scripted), example=X)
+
+
+def test_a_traced_head_does_not_matter_and_a_traced_branch_is_named():
+    traced = torch.jit.trace(Head(), X)
+    model = WithHead()
+    model.head = traced
+    assert len(list(sites.in_model(olmo_lns.apply(model, example=X)))) == 8
+    model = Stack()
+    model.layers[2].o = traced
+    with pytest.raises(LNSError, match=r"block 3 \(Block\): o was compiled by torch.jit.script"):
+        olmo_lns.apply(model, example=X)
 
 
 class Mapped(Stack):

@@ -59,8 +59,9 @@ def check_norms(
                 if factor != 1.0 and not _ignores_sizes(norm, run, x, trains=trains):
                     raise LNSConfigError(
                         f"{names[norm]} ({type(norm).__name__}) of block {number} computes no norm in "
-                        f"{'training' if trains else 'eval'} mode, since its output depends on the size of its input. "
-                        "Expected a norm in each block and in both modes. Use the same norm in all blocks."
+                        f"{'training' if trains else 'eval'} mode, since its output is constant or depends on the size "
+                        "of its input. Expected a norm in each block and in both modes. Use the same norm in all "
+                        "blocks."
                     )
     is_factor = bool(exponents) and min(exponents) > 0.01 and max(exponents) < min(exponents) + 0.01
     if is_factor and (len(norms) > 2 or abs(exponents[0] - 0.5) < 0.01):  # of two blocks, any ratio is some exponent
@@ -90,6 +91,7 @@ def _output(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         buffers = {name: b.float() if b.is_floating_point() else b for name, b in norm.named_buffers()}
+        buffers |= {name: torch.ones_like(b) for name, b in buffers.items() if b.numel() == 1 and not b.any()}  # gates
         tensors = values | {name: b.clone() for name, b in buffers.items()}  # the norm may write to them
         with probe.same_randomness(device):
             output: torch.Tensor = first_output(torch.func.functional_call(norm, tensors, (x,)))

@@ -128,8 +128,8 @@ def _refuse_scripted(block: nn.Module, number: int) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise LNSConfigError(
                 f"block {number} ({type(block).__name__}): {name or 'the block itself'} was compiled by "
-                "torch.jit.script, so its modules take no hooks and cannot be measured. Expected modules of Python. "
-                "Apply the scheme before this part is compiled."
+                "torch.jit.script or trace, so its modules take no hooks and cannot be measured. Expected modules of "
+                "Python. Apply the scheme before this part is compiled."
             )
 
 

@@ -12,6 +12,7 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf
 from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.refusals import refuse_foreign_attributes
+from olmo_lns.integrations.any_model.state import restored
 from olmo_lns.measured import Measured
 from olmo_lns.response import measure_response
 from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
@@ -53,7 +54,8 @@ def attach(
         source = getattr(model, "name_or_path", "") or type(model).__name__
         records.refuse_trained(trained_part, scheme, source=source, trained=trained)
     measured = {Measured.SITES} if located.sites_from == "probe" else set[Measured]()
-    with shadow.real_default_device(model), sites.stock_on_failure(model):
+    # A norm may keep something in its attributes when it is measured.
+    with shadow.real_default_device(model), sites.stock_on_failure(model), restored(nn.ModuleList(norms.values())):
         if located.projections:
             initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
         for number, (names, shape) in enumerate(zip(located.norms, located.shapes, strict=True), start=1):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
+import random
+import sys
 import types
 from collections import deque
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -21,8 +25,8 @@ _LARGE = 1_000_000
 class SavedState:
     """The buffers and attributes of all modules of a model.
 
-    Attributes may be containers and other objects. What is in them is saved as well, down to the tensors, except that
-    an object inside of another object is not followed. The weights are not saved.
+    Attributes may be containers and other objects. What is in them is saved as well, down to the tensors, arrays and
+    random generators, except that an object inside of another object is not followed. The weights are not saved.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,6 +37,7 @@ class SavedState:
         self._buffers = {module: dict(module._buffers) for module in self._plain}
         self._contents: dict[int, tuple[Any, list[Any]]] = {}  # id of a container -> the container and its contents
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a tensor -> the tensor and a copy
+        self._others: dict[int, Callable[[], Any]] = {}  # id of an array or a generator -> a function that restores it
         for module in modules:
             self._save(list(module.buffers(recurse=False)), follows=False)
         for attributes in self._attributes.values():
@@ -51,6 +56,8 @@ class SavedState:
                 if id(value) not in self._values and _has_own_values(value):
                     self._values[id(value)] = value, _copy(value)
                 continue
+            if id(value) not in self._others and (restore := _restorer(value)) is not None:
+                self._others[id(value)] = restore
             if isinstance(value, (list, dict, set, deque, tuple)):
                 container, inner = value, follows
             elif follows and _is_object(value):
@@ -77,10 +84,22 @@ class SavedState:
             for name in module._buffers.keys() - buffers.keys():
                 del module._buffers[name]
             module._buffers.update(buffers)
+        for restore in self._others.values():
+            restore()
         with torch.no_grad():
             for tensor, value in self._values.values():
                 if tensor.shape == value.shape and not torch.equal(tensor, value):
                     tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers and attributes of a module when the context ends (:class:`SavedState`)."""
+    state = SavedState(module)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _members(module: nn.Module) -> tuple[set[str], set[str]]:
@@ -116,6 +135,20 @@ def _is_object(value: Any) -> bool:
         and not isinstance(value, _NOT_FOLLOWED)
         and type(value).__module__.partition(".")[0] != "torch"
     )
+
+
+def _restorer(value: Any) -> Callable[[], Any] | None:
+    """Return a function that restores an array or a random generator, or None for anything else."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if numpy is not None and type(value) is numpy.ndarray and value.flags.writeable:
+        return functools.partial(operator.setitem, value, ..., value.copy())
+    return None
 
 
 def _has_own_values(tensor: torch.Tensor) -> bool:
