@@ -2,8 +2,8 @@
 
 A norm whose output is multiplied by ``s`` computes the same as the stock norm with gain and bias times ``s``. A
 zero-centered norm stores g, its gain minus one, and g becomes ``s * (1 + g) - 1``. If a norm has no gain, the weights
-of the linear layers after it are multiplied instead. Each product is computed in fp64 and
-rounded once, to the dtype of the weight.
+of the linear layers after it are multiplied instead. Each product is computed in fp64 and rounded once, to the
+dtype of the weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import copy
 import dataclasses
 import itertools
 import math
-from typing import Any, Callable, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -24,6 +25,14 @@ from olmo_lns.response import first_output, replace_first
 
 #: One factor for a whole parameter, or a fp64 tensor of shape (rows,) with a factor for each row.
 Factor = float | torch.Tensor
+#: Allowed difference of the output of a whole model, relative to its size: what the rounding of the folded weights
+#: changes in fp32, and in 16 bits.
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 0.05
+#: The same for one norm in fp64. A norm whose parameters may be in fp32 computes its eps and statistics in that.
+_TOLERANCE_NORM = 1e-5
+#: Allowed difference of the outputs of a model, relative to their size, if what a norm returns is doubled and what its
+#: readers receive is halved. A power of two changes no digits, so a larger difference comes from another reader.
+_TOLERANCE_READERS = 1e-3
 
 
 def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, shift: float = 0.0) -> torch.Tensor:
@@ -67,6 +76,33 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
 
     hooks = [norm.register_forward_pre_hook(note, with_kwargs=True) for norm in norms.values()]
     expected = _outputs(run, hooks)
+    values = _folded_values(model, norms, readers, shapes, dtype)
+    with _tentatively(norms.values(), values):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        check_finite((names[parameter], value) for parameter, value in values.items())
+        _require_same_output(model, expected, _outputs(run, []), [*values.values()])
+    for parameter, value in values.items():
+        parameter.data = value
+    sites.restore(model)
+    for norm in bare:
+        initialization.mark_folded(norm)
+
+
+def _folded_values(
+    model: nn.Module,
+    norms: Mapping[str, Any],
+    readers: Mapping[Any, list[Any]],
+    shapes: Mapping[Any, tuple[int, ...]],
+    dtype: torch.dtype | None,
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the new values of the parameters that get a factor. Nothing is changed.
+
+    :param norms: name of each scaled norm -> the norm.
+    :param readers: norm without weights -> the linear layers that read it.
+    :param shapes: norm -> shape of an input that it received in the model.
+    :raises LNSConfigError: if other modules use a parameter that gets a factor.
+    :raises MeasurementError: if a norm does not multiply by its gain.
+    """
     folded_values: dict[nn.Parameter, torch.Tensor] = {}
     owners = _owners(model)
     for name, norm in norms.items():
@@ -82,27 +118,29 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
                     f"{others[0]} a parameter of its own with the same values, and fold again."
                 )
             folded_values[parameter] = value
-    saved = {parameter: parameter.data for parameter in folded_values}
-    factors = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms.values()}
-    for parameter, value in folded_values.items():  # the other weights keep their dtype, so the model runs in it
+    return folded_values
+
+
+@contextmanager
+def _tentatively(norms: Collection[Any], values: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Give parameters new values and norms the factor 1. If the ``with`` block raises, undo both.
+
+    The parameters keep their dtypes, because the other weights do, so that the model runs.
+    """
+    saved = {parameter: parameter.data for parameter in values}
+    factors = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms}
+    for parameter, value in values.items():
         parameter.data = value.to(parameter.dtype)
-    for norm in norms.values():
+    for norm in norms:
         norm.lns_scale, norm.lns_scale_tensor = 1.0, torch.ones_like(norm.lns_scale_tensor)
     try:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        check_finite((names[parameter], value) for parameter, value in folded_values.items())
-        _require_same_output(model, expected, _outputs(run, []), [*folded_values.values()])
+        yield
     except BaseException:
         for parameter, data in saved.items():
             parameter.data = data
         for norm, (factor, tensor) in factors.items():
             norm.lns_scale, norm.lns_scale_tensor = factor, tensor
         raise
-    for parameter, value in folded_values.items():
-        parameter.data = value
-    sites.restore(model)
-    for norm in bare:
-        initialization.mark_folded(norm)
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
@@ -131,7 +169,7 @@ def _require_same_output(
             size = float(before[finite].double().norm())
             difference = float((after[finite].double() - before[finite].double()).norm()) / max(size, 1e-30)
         dtypes = {each.dtype for each in (before, *changed) if each is not None}
-        tolerance = 1e-4 if dtypes <= {torch.float32, torch.float64} else 0.05
+        tolerance = _TOLERANCE if dtypes <= {torch.float32, torch.float64} else _TOLERANCE_16_BITS
         if not difference <= tolerance:  # also true for NaN
             raise MeasurementError(
                 f"{type(model).__name__}: after folding, the output differs by {difference:.2g} of its size. Expected "
@@ -172,7 +210,7 @@ def _folded(
             except Exception as error:  # the norm does not take an input of this shape
                 problem = f" It raised {type(error).__name__}: {error}."
                 break
-            if float((actual - expected).norm()) <= 1e-5 * float(expected.norm()):
+            if float((actual - expected).norm()) <= _TOLERANCE_NORM * float(expected.norm()):
                 return {parameters[key]: value.to(dtype or parameters[key].dtype) for key, value in candidate.items()}
     raise MeasurementError(
         f"{name}: after gain and bias of this {type(norm).__name__} were multiplied by {factor:.4g}, its output is not "
@@ -225,8 +263,8 @@ def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict
     doubled = _outputs(run, handles + halved)
     pairs = zip(doubled, expected, strict=True)
     finite = [(a, b) for a, b in pairs if b.numel() and b.isfinite().all()]  # others are masks
-    same = all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in finite)
-    if not all(readers.values()) or not same:
+    is_same = all(float((a - b).abs().max()) <= _TOLERANCE_READERS * float(b.abs().max()) for a, b in finite)
+    if not all(readers.values()) or not is_same:
         names = {module: name for name, module in model.named_modules()}
         unread = [(norm, None) for norm, each in readers.items() if not each]
         norm, other = next(iter(others + unread), (norms[0], None))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
 from olmo_lns.arguments import DTYPES, Parser, as_path, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import FORMAT_NAMES, HF, MEGATRON
-from olmo_lns.schemes import parse
+from olmo_lns.schemes import Scheme, parse
+
+if TYPE_CHECKING:  # imports torch
+    from olmo_lns.export.interface import Format
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _EXPORT = """\
@@ -40,65 +43,83 @@ def main(argv: Sequence[str]) -> int:
     :raises LNSError: if the export is refused or fails. No output folder remains.
     """
     args = _export_parser().parse_args(argv)
-    from olmo_lns.export import receipt
-    from olmo_lns.export.convert import convert, new_folder, write_tokenizer
-    from olmo_lns.export.formats import FORMATS, format_of
-    from olmo_lns.export.open import open_checkpoint
-    from olmo_lns.export.spellings import differences
-    from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
+    from olmo_lns.export.convert import new_folder
+    from olmo_lns.export.formats import format_of
 
-    folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH_DTYPES.get(args.dtype)
+    folder, out = Path(args.checkpoint), Path(args.output)
     scheme = parse(args.scheme) if args.scheme else None
     source = format_of(args.checkpoint)
     if not folder.exists():
         print(f"There is no folder {folder} here. Asking the Hugging Face hub for {folder}.", file=sys.stderr)
-    output_format = args.format or source.outputs[0]
+    output_format = _output_format(args, source)
+    with new_folder(out) as unfinished:
+        line = source.fold_tensors(folder, unfinished, scheme) if output_format == source.name else None
+        lines = [line] if line is not None else _export_model(args, scheme, source, output_format, unfinished)
+        size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+    print(*lines, "The optimizer state was left out, because its moments belong to the unfolded weights.", sep="\n")
+    print(f"wrote {out}: {size / 1e6:,.1f} MB")
+    return 0
+
+
+def _output_format(args: argparse.Namespace, source: Format) -> str:
+    """Return the name of the format to write, after a check that the options fit it.
+
+    :raises LNSConfigError: if they do not.
+    """
+    output_format: str = args.format or source.outputs[0]
     if output_format not in source.outputs:
         raise LNSConfigError(
-            f"--format {output_format} cannot be written: {folder} is a checkpoint of {source.name}, which is "
-            f"exported as {' or '.join(source.outputs)}. Pass --format {source.outputs[0]}, or omit --format."
+            f"--format {output_format} cannot be written: {Path(args.checkpoint)} is a checkpoint of {source.name}, "
+            f"which is exported as {' or '.join(source.outputs)}. Pass --format {source.outputs[0]}, or omit --format."
         )
     if args.tokenizer not in (None, "none") and output_format != HF:
         raise LNSConfigError(
             f"--tokenizer needs --format hf. --format {output_format} stores no tokenizer. Remove --tokenizer."
         )
-    if dtype is not None and output_format == MEGATRON:
+    if args.dtype in DTYPES and output_format == MEGATRON:
         raise LNSConfigError(
             "--dtype has no effect with --format megatron, because Megatron's own flags choose the dtype when it loads "
             "weights. Remove --dtype."
         )
-    with new_folder(out) as unfinished:
-        line = source.fold_tensors(folder, unfinished, scheme) if output_format == source.name else None
-        if line is not None:
-            lines = [line]
-        else:
-            opened = open_checkpoint(args.checkpoint, scheme)
-            trained = opened.scheme
-            if trained.is_pre_ln and scheme is None and output_format == source.name:
-                raise LNSConfigError(
-                    f"{folder} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
-                    "pass it, as in --scheme lns."
-                )
-            known = receipt.measure_trained(opened, dtype)
-            stock = convert(opened, output_format, dtype)
-            result = (
-                "it is Pre-LN, so nothing was folded" if trained.is_pre_ln else f"{trained} was folded into its weights"
-            )
-            lines = [f"{type(stock.model).__name__}: {result}"]
-            if output_format == HF:
-                lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
-            FORMATS[output_format].save(stock, unfinished)
-            receipt.write(known, stock, unfinished)
-            if "not_run" in known:
-                lines.append(
-                    f"warning: the model did not run here, so its logits were not compared ({known['not_run']})"
-                )
-            if output_format == HF:
-                lines += [f"warning: {sentence}" for sentence in differences(unfinished)]
-        size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
-    print(*lines, "The optimizer state was left out, because its moments belong to the unfolded weights.", sep="\n")
-    print(f"wrote {out}: {size / 1e6:,.1f} MB")
-    return 0
+    return output_format
+
+
+def _export_model(
+    args: argparse.Namespace, scheme: Scheme | None, source: Format, output_format: str, unfinished: Path
+) -> list[str]:
+    """Open a checkpoint, fold its model, convert it and save it.
+
+    :param unfinished: the folder to fill.
+    :returns: the lines for the user.
+    """
+    from olmo_lns.export import receipt
+    from olmo_lns.export.convert import convert, write_tokenizer
+    from olmo_lns.export.formats import FORMATS
+    from olmo_lns.export.open import open_checkpoint
+    from olmo_lns.export.spellings import differences
+    from olmo_lns.norm.dtypes import DTYPES as TORCH_DTYPES
+
+    dtype = TORCH_DTYPES.get(args.dtype)
+    opened = open_checkpoint(args.checkpoint, scheme)
+    trained = opened.scheme
+    if trained.is_pre_ln and scheme is None and output_format == source.name:
+        raise LNSConfigError(
+            f"{Path(args.checkpoint)} names no scheme, so there is nothing to fold. If it was trained under a scheme, "
+            "pass it, as in --scheme lns."
+        )
+    known = receipt.measure_trained(opened, dtype)
+    stock = convert(opened, output_format, dtype)
+    result = "it is Pre-LN, so nothing was folded" if trained.is_pre_ln else f"{trained} was folded into its weights"
+    lines = [f"{type(stock.model).__name__}: {result}"]
+    if output_format == HF:
+        lines.append(write_tokenizer(unfinished, stock, args.tokenizer))
+    FORMATS[output_format].save(stock, unfinished)
+    receipt.write(known, stock, unfinished)
+    if "not_run" in known:
+        lines.append(f"warning: the model did not run here, so its logits were not compared ({known['not_run']})")
+    if output_format == HF:
+        lines += [f"warning: {sentence}" for sentence in differences(unfinished)]
+    return lines
 
 
 def _export_parser() -> argparse.ArgumentParser:
