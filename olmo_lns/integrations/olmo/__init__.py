@@ -1,8 +1,10 @@
-"""The schemes in OLMo: ``register()`` adds the types, and wraps the functions that read, build and load them.
+"""Schemes in OLMo, selected by ``layer_norm_type``.
 
-If no scheme is selected, OLMo is bit for bit itself. With ``layer_norm_type: lns`` (or
-``lns_rms``, ``lns_default``, ``lns_low_precision``) the two norms of block l are multiplied by 1/sqrt(l) and
-scaled initialization is off. Parameter names, state-dict keys and optimizer groups are OLMo's.
+:func:`register` adds the types of this package to OLMo's, and wraps the functions that read a config, build a model and
+load a checkpoint. With ``layer_norm_type: lns`` (or ``lns_rms``, ``lns_default``, ``lns_low_precision``) the outputs of
+the two norms of block l are multiplied by 1/sqrt(l), and scaled initialization is off. Parameter names, state-dict keys
+and optimizer groups do not change. If no scheme is selected, OLMo computes bit for bit what it computes without this
+package.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add the schemes' layer-norm types to the installed OLMo when its modules are imported. Idempotent.
+    """Add the schemes' layer-norm types to the installed OLMo when its modules are imported.
 
-    The start-up hook calls it when OLMo is first imported. Nothing of OLMo is imported here.
+    The start-up hook calls this function when OLMo is first imported. The function itself imports nothing of OLMo. A
+    second call does nothing.
     """
     on_import("olmo.config", _extend_config)
     on_import("olmo.model", _wrap_model)

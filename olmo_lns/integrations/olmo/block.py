@@ -39,9 +39,9 @@ _CONSTANTS = ("input_scale", "norm_scale", "output_scale", "stream_scale", "alph
 class LearnedFactor(PicklableSubclass):
     """A learned factor in the residual addition: a vector (d_model,) or one number (1,), in fp32.
 
-    It is a mixin, and a subclass of it and of ``LayerNormBase`` is built. OLMo puts the parameters of norms into an
-    optimizer group, and refuses parameters of other modules. One number has the shape (1,), because FSDP refuses
-    parameters without a dimension.
+    This class is a mixin. The module is an instance of a subclass of it and of OLMo's ``LayerNormBase``. OLMo puts the
+    parameters of norms into an optimizer group, and would refuse parameters of a module of another class. One number
+    has the shape (1,), because FSDP refuses parameters without a dimension.
     """
 
     def __init__(self: Any, config: Any, learned: Learned) -> None:
@@ -189,7 +189,7 @@ def arithmetic_of(norm: Any) -> NormArithmetic:
 
 
 class Grouped(PicklableSubclass):
-    """Mixin for OLMo's norms: OLMo's own norm of each group of channels, then this norm's gain and bias."""
+    """Mixin for OLMo's norms: they normalize each group of channels as OLMo does, and then apply gain and bias."""
 
     lns_groups: int
     lns_norm_of_group: Any
@@ -211,8 +211,9 @@ def check_forward(
 ) -> probe.BlockSites | None:
     """Run a narrow copy of OLMo's own block before it is changed.
 
-    Under a scheme that keeps OLMo's forward, the block must read its stream through its two norms and nothing else.
-    Under any other, :class:`SchemeBlock` with the plan of Pre-LN must compute what OLMo's forward does.
+    Some schemes keep OLMo's forward. The block must then read its stream through its two norms and nothing else. Any
+    other scheme replaces the forward. A :class:`SchemeBlock` with the plan of Pre-LN must then compute what OLMo's
+    forward computes.
 
     :param earlier: the result for an earlier block of the model. A block that computes the same is not probed again.
     :returns: what the probe found, or None under a scheme that replaces OLMo's forward.
@@ -252,7 +253,7 @@ def require_parts(block: Any, *, only_scales_norms: bool) -> None:
     """Check that a block of OLMo has the attributes that a scheme needs.
 
     :param only_scales_norms: the scheme keeps OLMo's forward.
-    :raises UpstreamChangedError: if one is missing; the message names it.
+    :raises UpstreamChangedError: if one is missing. The message has its name.
     """
     needed = _PARTS if only_scales_norms else (*_PARTS, *_PARTS_OF_FORWARD)
     if missing := [name for name in needed if not hasattr(block, name)]:

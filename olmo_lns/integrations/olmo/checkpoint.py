@@ -1,4 +1,4 @@
-"""Compare a checkpoint with the model that runs: its ``config.yaml`` names the type, with every parameter."""
+"""Compare the type in a checkpoint's ``config.yaml``, with every parameter, with the model that runs."""
 
 from __future__ import annotations
 

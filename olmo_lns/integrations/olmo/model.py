@@ -34,7 +34,7 @@ _built: dict[int, weakref.ref[Any]] = {}
 
 
 def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``OLMo.__init__``: OLMo builds and draws its own model, which then gets its scheme."""
+    """Wrap ``OLMo.__init__``: after OLMo has built and drawn its own model, the wrapper attaches the scheme."""
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         scheme, initialization = norm_types.requested(config)
@@ -137,7 +137,7 @@ def _stock_depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float
 
 
 def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``OLMo.reset_parameters``, which draws every weight and asks for ``init_fn`` by name."""
+    """Wrap ``OLMo.reset_parameters``, which draws every weight by the name of ``init_fn``."""
 
     def wrapped(self: Any) -> None:
         with norm_types.stock_names(self.config):

@@ -1,9 +1,9 @@
 """This package's members of OLMo's ``LayerNormType`` and ``InitFnType``, and the configs that name one.
 
-``LayerNormType`` is an enum inside a closed OmegaConf schema, so the type's name is the only
-place of a config that can carry a scheme: ``<scheme>_<base norm>[:key=value,…]``, such as
-``lns_rms`` or ``lns_default:exponent=0.25``. A bare ``lns`` on the command line
-keeps the base norm that the config file names. A bare ``lns`` in a config file means RMSNorm.
+OLMo's config has a closed schema, and ``LayerNormType`` is an enum in it. The name of the type is therefore the only
+place in a config that can name a scheme. It has the form ``<scheme>_<base norm>[:key=value,…]``, such as ``lns_rms`` or
+``lns_default:exponent=0.25``. A bare ``lns`` on the command line keeps the base norm of the config file. A bare ``lns``
+in a config file means RMSNorm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def has_scheme(layer_norm_type: Any) -> bool:
 
 
 def scheme_of_type(layer_norm_type: Any) -> Scheme:
-    """Return the scheme that a type names, Pre-LN for a stock type.
+    """Return the scheme that a type names. A stock type names Pre-LN.
 
     :raises LNSConfigError: if the scheme does not have a parameter, or does not allow its value.
     """
@@ -52,7 +52,7 @@ def scheme_of_type(layer_norm_type: Any) -> Scheme:
 
 
 def base_type(layer_norm_type: Any) -> str:
-    """Return OLMo's own name of the norm: ``rms`` for ``lns`` and ``lns_rms``, unchanged for stock types."""
+    """Return OLMo's own name of the norm, which is ``rms`` for ``lns`` and ``lns_rms``. Stock types are unchanged."""
     return _split(layer_norm_type)[1] or "rms"
 
 
@@ -106,7 +106,7 @@ def _initialization_of_environment() -> str:
 
 
 def add_members(layer_norm_type: Any, init_fn_type: Any) -> None:
-    """Add this package's members to OLMo's two enums; idempotent."""
+    """Add this package's members to OLMo's two enums. A second call does nothing."""
     for scheme in names():
         for name in (scheme, *(f"{scheme}_{base}" for base in BASES)) if scheme != PRE_LN.name else ():
             _add_member(layer_norm_type, name)

@@ -1,4 +1,4 @@
-"""LayerNorm Scaling in transformers, on every Pre-LN and parallel family.
+"""LayerNorm Scaling in transformers, for every family with Pre-LN or parallel blocks.
 
 ``register()`` adds the model types ``lns_<any type>`` to the auto classes, and compares the scheme when a ``Trainer``
 resumes. The class of a model type is made on first use. :func:`apply` applies a scheme to a built model, and
@@ -15,7 +15,7 @@ __all__ = ["apply", "fold", "register"]
 
 
 def register() -> None:
-    """Request the wrappers of transformers and PEFT, without importing them. Idempotent."""
+    """Request the wrappers of transformers and PEFT, without importing them. A second call does nothing."""
     from olmo_lns.hook import on_import
     from olmo_lns.integrations.transformers import refusals, wrapping
 
@@ -77,10 +77,10 @@ def fold(model: Any, dtype: Any = None, *, example: Any = None) -> Any:
 
     A norm's factor goes into its weight and bias (into 1 + weight if the family adds 1). For a norm without them, it
     goes into the weights of the projections that read the norm. Products are computed in fp64 and rounded once, to the
-    dtype of the weight. Merge adapters first: an adapter of the unfolded model does not fit the folded one.
+    dtype of the weight. Merge adapters first, because an adapter of the unfolded model does not fit the folded one.
 
-    :param dtype: torch dtype of the changed weights; None keeps theirs.
-    :param example: as in :func:`olmo_lns.apply`; the default depends on the family.
+    :param dtype: torch dtype of the changed weights. None keeps their dtypes.
+    :param example: as in :func:`olmo_lns.apply`. The default depends on the family.
     :raises LNSConfigError: if the model has no scheme, if two sub-layers share a weight, if a projection that gets a
         factor has an adapter, or if the factors cannot be folded. The model is left unchanged then.
 

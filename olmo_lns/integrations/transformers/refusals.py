@@ -33,7 +33,7 @@ _TRL = (
 
 
 def register() -> None:
-    """Request the wrappers, without importing the other programs. Idempotent."""
+    """Request the wrappers, without importing the other programs. A second call does nothing."""
     for name in _REFUSED:
         on_import(name, _refuse)
 
