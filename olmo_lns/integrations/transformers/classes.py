@@ -65,7 +65,7 @@ class SchemeConfig(SchemeClass):
     def auto_map(self) -> dict[str, Any]:
         """The classes of remote code, by the names of their scheme classes. TRL reads it from every config.
 
-        The dictionary is the instance's own, since transformers adds a model's stock name to it on saving.
+        Each instance has its own dictionary, because transformers adds a model's stock name to it on saving.
         """
         references: dict[str, Any] = vars(self).setdefault("auto_map", {})
         references.update({auto: saved_reference(auto, reference) for auto, reference in references.items()})
@@ -151,8 +151,8 @@ def _empty_instance(stock: Any) -> Any:
 def scheme_class(stock: Any) -> Any:
     """Return the scheme class of a stock config or model class, under the stock module, in which transformers looks.
 
-    A model class has its stock name. A config class does not: transformers finds the class of a model by the name of
-    its config's class, and would find the stock one.
+    A model class has its stock name. A config class has a name of its own, because transformers finds the class of a
+    model by the name of its config's class, and would otherwise find the stock one.
     """
     if hasattr(sys.modules.get(stock.__module__), name := saved_name(stock.__name__)) and name != stock.__name__:
         raise LNSConfigError(
@@ -193,7 +193,7 @@ def restore_stock_class(model: Any) -> None:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme of a config; Pre-LN for a stock config."""
+    """Return the scheme of a config, which is Pre-LN for a stock config."""
     return parse(config.lns) if isinstance(config, SchemeConfig) else PRE_LN
 
 
@@ -266,10 +266,10 @@ def _with_config_of(model: Any) -> list[Any]:
 
 
 def forget_origin(model: Any) -> None:
-    """Clear the name from which a model was loaded: what is there has no scheme.
+    """Clear the name from which a model was loaded, because the model with this name has no scheme.
 
-    TRL loads a reference model by this name, and PEFT saves it as the base of an adapter. Without it, as for a model
-    that was built from a config, they ask for the model.
+    TRL loads a reference model by this name, and PEFT saves it as the base of an adapter. If there is no name, as for
+    a model that was built from a config, they ask for the model.
     """
     model.config.name_or_path = ""
     for module in model.modules():

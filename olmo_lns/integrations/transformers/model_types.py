@@ -10,7 +10,7 @@ _CLASS_PREFIX = "LNS"
 
 
 def stock_type(model_type: Any) -> str | None:
-    """Return ``llama`` for ``lns_llama``; None for any other type."""
+    """Return ``llama`` for ``lns_llama``, or None for any other type."""
     return model_type.removeprefix(PREFIX) if isinstance(model_type, str) and model_type.startswith(PREFIX) else None
 
 

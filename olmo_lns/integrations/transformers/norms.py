@@ -1,6 +1,6 @@
-"""Norms of transformers with known arithmetic: the factor is folded into gain and bias.
+"""The norms of transformers whose arithmetic is known. Their gain and bias are multiplied by the factor.
 
-Each is measured against transformers' own forward when it is installed; the outputs of other norms are multiplied.
+Each scaled norm is compared with transformers' own forward. The outputs of all other norms are multiplied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Functions of other programs that would lose the factor of a model with a scheme: they are refused.
+"""Refuse functions of other programs that would lose the factor of a model with a scheme.
 
-Each takes a transformers model apart by the names of its parts, or by its model type, and goes on without the norms
-that have the factor. Models without a scheme are not affected.
+Each of these functions takes a transformers model apart by the names of its parts, or by its model type. It would go on
+without the norms that have the factor. Models without a scheme are not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the norms of a built transformers model, scale them, and settle the initialization.
+"""Find the norms of a built transformers model, scale them, and decide about its initialization.
 
 ``config.json`` keeps the names of the norms (``lns_norms``), so that a model without weights can be scaled by name.
 """
@@ -95,7 +95,7 @@ def locate_and_scale(
 ) -> dict[str, Any]:
     """Find the norms, scale them if they are stock, measure the model, and write the start-up line.
 
-    :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
+    :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, or None for loaded ones.
     :param in_every_process: as in :func:`olmo_lns.integrations.transformers.apply`.
     :returns: the norms, as in :func:`names_by_path`.
     :raises LNSConfigError: if a scheme does not support the model.
@@ -207,10 +207,10 @@ def decide_initialization(
 ) -> tuple[Initialization | None, bool]:
     """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
-    The factor is removed if the family's own initialization draws it. Any other factor was put there by somebody else,
-    and is kept.
+    The factor is removed if the family's own initialization draws it. Any other factor is the user's, and is kept.
 
-    :param initialization: ``plain`` removes the factor, ``upstream`` keeps it. None: the weights were loaded.
+    :param initialization: ``plain`` removes the factor, and ``upstream`` keeps it. None means that the weights were
+        loaded.
     :param trained_part: as in :func:`olmo_lns.integrations.any_model.attach`.
     :returns: the measured initialization, or None for trained weights, and true if the factor is to be removed.
     :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.

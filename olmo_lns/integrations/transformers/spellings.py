@@ -1,7 +1,7 @@
-"""Settings that versions of transformers spell differently, under every name, so that all read the same model.
+"""Write settings under the names of all versions of transformers, so that all versions read the same model.
 
 transformers 5 keeps a model's rotary embedding in ``rope_parameters``. Version 4 reads ``rope_theta``,
-``rope_scaling`` and ``partial_rotary_factor``. Where they are missing, it takes a base of 10,000 without a word.
+``rope_scaling`` and ``partial_rotary_factor``. Where they are missing, it takes a base of 10,000 without a warning.
 Version 5 reads both. ``scripts/export_versions.py`` runs the versions against each other; docs/export.md has its table.
 """
 

@@ -14,7 +14,7 @@ _AUTO = "transformers.models.auto"
 
 
 def add_configs(module: Any) -> None:
-    """Extend transformers' table of configs: it has ``lns_<type>`` for every ``<type>``."""
+    """Add ``lns_<type>`` for every ``<type>`` to transformers' table of configs."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
@@ -35,7 +35,7 @@ def add_configs(module: Any) -> None:
 
 
 def add_models(module: Any) -> None:
-    """Extend the auto classes: they find the model class or tokenizer of a scheme's config by the stock config."""
+    """Let the auto classes find the model class or tokenizer of a scheme's config by the stock config."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
@@ -160,7 +160,7 @@ def add_adapter_targets(module: Any) -> None:
 def compare_on_resume(module: Any) -> None:
     """Compare the scheme of a checkpoint with the model when a Trainer resumes.
 
-    The Trainer writes no config beside sharded weights (FSDP); a callback saves the model's config there.
+    The Trainer writes no config beside sharded weights (FSDP), so a callback saves the model's config there.
     """
 
     class SaveConfig(module.TrainerCallback):
