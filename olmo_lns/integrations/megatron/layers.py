@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -64,17 +65,77 @@ def models_in(module: nn.Module) -> list[Any]:
     return models or [module]
 
 
-def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | None = None) -> int:
-    """Scale and measure the norms of every block of ``model``, and print the start-up line.
+@dataclass(frozen=True)
+class PlacedNorm:
+    """A norm before attention or MLP.
+
+    :param module: the norm, or the linear layer that contains it.
+    :param block: number of its block in the whole model, from 1.
+    :param sub_layer: ``attn`` or ``ff``.
+    """
+
+    module: nn.Module
+    block: int
+    sub_layer: str
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The norms of a model, or of a part of one, that get a factor.
+
+    :param norms: the norms in order. A pipeline stage may have none.
+    :param n_layers: number of blocks of the whole model.
+    :param config: the ``TransformerConfig``.
+    """
+
+    norms: list[PlacedNorm]
+    n_layers: int
+    config: Any
+
+
+def attach_to_new(model: Any, selection: Selection) -> None:
+    """Scale and measure the norms of a model at the end of its constructor, and print the start-up line.
+
+    The constructor has just drawn the weights under ``selection``, so their initialization is measured as well.
+
+    :raises LNSConfigError: if LayerNorm Scaling does not support a layer or a setting. The model is left unchanged.
+    :raises MeasurementError: if a norm or the initialization is measured to be wrong. The model is left unchanged.
+    """
+    placed = _place_norms(model)
+    with sites.stock_on_failure(model):
+        measured = _scale(placed, selection) | check_initialization(model, placed.config)
+    initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
+    if selection.scaled_init_off:
+        width = ", MuP's width factor kept" if getattr(placed.config, "use_mup", False) else ""
+        initialization = f"scaled initialization off (output projections: init_method{width})"
+    _report(model, placed, measured, initialization)
+
+
+def attach_to_built(model: Any, selection: Selection, *, trained: bool | None = None) -> int:
+    """Scale and measure the norms of a model that is built already, and print the start-up line.
 
     :param model: a language model, or a part of one.
-    :param selection: the scheme and the initialization that were selected.
-    :param drawn: true if the constructor of the model has just drawn its weights under ``selection``.
-    :param trained: as in :func:`olmo_lns.apply`. It is used if ``drawn`` is false.
+    :param trained: as in :func:`olmo_lns.apply`.
     :returns: the number of scaled norms.
     :raises LNSConfigError: if LayerNorm Scaling does not support a layer or a setting. The model is left unchanged.
     :raises CheckpointMismatchError: if the weights were trained without a factor.
-    :raises MeasurementError: if a norm or the initialization is measured to be wrong. The model is left unchanged.
+    :raises MeasurementError: if a norm is measured to be wrong. The model is left unchanged.
+    """
+    placed = _place_norms(model)
+    by_sub_layer = {name: [each.module for each in placed.norms if each.sub_layer == name] for name in SUB_LAYERS}
+    part = trained_part(by_sub_layer, matrices_of(layers_of(model)))
+    records.refuse_trained(part, selection.scheme, source=type(model).__name__, trained=trained)
+    with sites.stock_on_failure(model):
+        measured = _scale(placed, selection)
+    _report(model, placed, measured, "" if part or trained else describe_initialization(model, placed.config))
+    return len(placed.norms)
+
+
+def _place_norms(model: Any) -> Placed:
+    """Find the norms before attention and MLP in all blocks of a model, or of a part of one.
+
+    :raises LNSConfigError: if LayerNorm Scaling does not support a layer or a setting.
+    :raises MeasurementError: if the blocks are not numbered as expected.
     """
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
@@ -83,39 +144,42 @@ def attach(model: Any, selection: Selection, *, drawn: bool, trained: bool | Non
             f"{type(model).__name__} has no TransformerLayer, so there is nothing to scale. Pass another model."
         )
     check_config(config)
-    located = [place for layer, number in _numbered(model, layers) for place in _norm_sites(layer, number)]
-    blocks = _check_numbers(model, config, located)
-    part = ""
-    if not drawn:
-        by_sub_layer = {name: [module for module, _, sub_layer in located if sub_layer == name] for name in SUB_LAYERS}
-        kind = type(model).__name__
-        part = trained_part(by_sub_layer, matrices_of(layers))
-        records.refuse_trained(part, selection.scheme, source=kind, trained=trained)
+    found = [norm for layer, number in _numbered(model, layers) for norm in _norms_of_layer(layer, number)]
+    return Placed(found, _check_numbers(model, config, found), config)
+
+
+def _scale(placed: Placed, selection: Selection) -> set[Measured]:
+    """Scale, measure and mark the norms, and return what was measured of all of them."""
     by_norm: list[frozenset[Measured]] = []
-    with sites.stock_on_failure(model):
-        for module, number, sub_layer in located:
-            site = sites.Site(selection.scheme, number, blocks, sub_layer)
-            by_norm.append(norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size)))
-            sites.mark(module, site)
-        checked = check_initialization(model, config) if drawn else set()
-    if not located:
-        print_once("LayerNorm Scaling on: no block in this process")
-        return 0
-    measured = checked.union(*by_norm)
+    for norm in placed.norms:
+        site = sites.Site(selection.scheme, norm.block, placed.n_layers, norm.sub_layer)
+        width = int(placed.config.hidden_size)
+        by_norm.append(norms.scale(norm.module, site.plan.norm_scale, where=site, width=width))
+        sites.mark(norm.module, site)
+    measured = set[Measured]().union(*by_norm)
     if len({Measured.GRADIENT in each for each in by_norm}) == 2:  # some norms are fused
         measured = measured - {Measured.GRADIENT} | {Measured.GRADIENT_UNLESS_FUSED}
-    local = f"{len(located)} in this process (blocks {located[0][1]}-{located[-1][1]})"
-    initialization = "" if part or trained else describe_initialization(model, config)
-    if drawn and selection.scaled_init_off:
-        width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
-        initialization = f"scaled initialization off (output projections: init_method{width})"
-    elif drawn:
-        initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
-    norm = str(getattr(config, "normalization", ""))
-    print_once(
-        start_up_line.compose(model, blocks, measured=measured, local=local, norm=norm, initialization=initialization)
+    return measured
+
+
+def _report(model: Any, placed: Placed, measured: set[Measured], initialization: str) -> None:
+    """Print the start-up line.
+
+    :param initialization: what the line says about the initialization.
+    """
+    if not placed.norms:
+        print_once("LayerNorm Scaling on: no block in this process")
+        return
+    first, last = placed.norms[0].block, placed.norms[-1].block
+    line = start_up_line.compose(
+        model,
+        placed.n_layers,
+        measured=measured,
+        local=f"{len(placed.norms)} in this process (blocks {first}-{last})",
+        norm=str(getattr(placed.config, "normalization", "")),
+        initialization=initialization,
     )
-    return len(located)
+    print_once(line)
 
 
 def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
@@ -148,8 +212,8 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
     return list(numbers.items())
 
 
-def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
-    """Return the norms of a layer, each with its block number and sub-layer.
+def _norms_of_layer(layer: Any, number: int) -> list[PlacedNorm]:
+    """Return the norms of a layer that get a factor.
 
     There are two, or one in a hybrid model, whose layers are half a block each.
 
@@ -169,7 +233,7 @@ def _norm_sites(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     if not sub_layers:
         raise _refuse(layer, "has neither attention nor MLP")
     block = number if len(sub_layers) == 2 else (number + 1) // 2
-    return [(_norm(layer, sub_layer), block, sub_layer) for sub_layer in sub_layers]
+    return [PlacedNorm(_norm(layer, sub_layer), block, sub_layer) for sub_layer in sub_layers]
 
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
@@ -196,16 +260,16 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
     return next(iter(present.values()))
 
 
-def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, str]]) -> int:
+def _check_numbers(model: Any, config: Any, placed: list[PlacedNorm]) -> int:
     """Check the numbers of the blocks, and return the number of blocks of the whole model.
 
-    :param located: the norms of this pipeline stage, each with its block number and sub-layer.
+    :param placed: the norms of this pipeline stage.
     :raises MeasurementError: if the norms do not alternate between attention and MLP, or the blocks are not numbered
         consecutively from 1 over the whole model.
     """
-    is_hybrid = len(located) < 2 * len(layers_of(model))  # each layer is half a block
+    is_hybrid = len(placed) < 2 * len(layers_of(model))  # each layer is half a block
     last_index = int(config.num_layers) * (1 if is_hybrid else 2)
-    indices = [2 * number - (sub_layer == "attn") for _, number, sub_layer in located]
+    indices = [2 * norm.block - (norm.sub_layer == "attn") for norm in placed]
     in_turn = not indices or indices == list(range(indices[0], indices[0] + len(indices)))
     is_wrong = not in_turn or (bool(indices) and last_index % 2 == 1)
     is_wrong |= is_hybrid and indices != [int(layer.layer_number) for layer in layers_of(model)]
@@ -219,9 +283,9 @@ def _check_numbers(model: Any, config: Any, located: list[tuple[nn.Module, int, 
     if is_wrong or min(indices, default=1) < 1:
         raise MeasurementError(
             f"{type(model).__name__}: the norms found in this pipeline stage belong to "
-            f"{[f'{n} {sub}' for _, n, sub in located]}. Expected norms of attention and MLP in turn, with global "
-            f"block numbers from 1 to {last_index / 2:g}. LayerNorm Scaling supports plain transformers, and hybrid "
-            "models whose pattern repeats '*-' or '*E'. Use such a model, or remove the flag."
+            f"{[f'{norm.block} {norm.sub_layer}' for norm in placed]}. Expected norms of attention and MLP in turn, "
+            f"with global block numbers from 1 to {last_index / 2:g}. LayerNorm Scaling supports plain transformers, "
+            "and hybrid models whose pattern repeats '*-' or '*E'. Use such a model, or remove the flag."
         )
     return last_index // 2
 

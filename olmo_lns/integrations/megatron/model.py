@@ -45,7 +45,7 @@ def wrap_model_init(original: Function) -> Function:
         original(self, *args, **kwargs)
         if selection.layernorm_scaling:
             if not any(sites.in_model(self)):  # otherwise the base class's constructor did it
-                layers.attach(self, selection, drawn=True)
+                layers.attach_to_new(self, selection)
         else:
             checked = layers.check_initialization(self, config)
             print_once(
@@ -185,7 +185,7 @@ def _apply_to_model(model: Any, selection: Selection, trained: bool | None) -> i
             f"{type(model).__name__} has the scheme {current} already, not {selection.scheme}. Build a new model."
         )
     if current.is_pre_ln:
-        count = layers.attach(model, selection, drawn=False, trained=trained)
+        count = layers.attach_to_built(model, selection, trained=trained)
     else:
         count = len(list(sites.in_model(model)))
     if hasattr(model, "config"):
