@@ -48,8 +48,13 @@ def wrap_config_from_args(original: Function) -> Function:
 
 def _is_teacher(args: Any) -> bool:
     """Return true for the arguments of ModelOpt's teacher, which are a changed copy of those of the launch."""
-    launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return launched is not None and launched is not args and bool(getattr(args, TEACHER_LOAD_ARGUMENT, None))
+    if not getattr(args, TEACHER_LOAD_ARGUMENT, None) or "megatron.training.global_vars" not in sys.modules:
+        return False
+    try:
+        launched = launched_arguments()
+    except AssertionError:  # Megatron's, before the arguments of the launch are complete
+        return False
+    return launched is not None and launched is not args
 
 
 def launched_arguments() -> Any:

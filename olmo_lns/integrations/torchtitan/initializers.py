@@ -12,10 +12,13 @@ from collections import defaultdict
 from functools import partial
 from typing import Any, Callable, Iterator
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.initialization import check_drawn
 from olmo_lns.schemes.depth_factor import inverse_depth_factor
 
+#: Attribute in which a module of torchtitan keeps its initializers: name of a parameter -> its initializer. It is
+#: private, and no public one exists.
+_INITIALIZERS = "_param_init"
 #: Number of a block -> the standard deviation that one initializer has in this block.
 _StdOfBlock = dict[int, float]
 
@@ -27,7 +30,14 @@ def remove_depth_factors(decoder: Any) -> None:
 
     :param decoder: a built model whose weights are not drawn yet.
     :raises LNSConfigError: if an initializer differs between the blocks in another way.
+    :raises UpstreamChangedError: if this version of torchtitan keeps its initializers elsewhere.
     """
+    if not any(True for _ in _initializers(decoder)):
+        raise UpstreamChangedError(
+            f"{type(decoder).__name__}: no module of its blocks has its initializers in {_INITIALIZERS}, as in "
+            "torchtitan 0.3. A scheme removes their depth factor, and has to find them. Install another version of "
+            "torchtitan or a newer olmo-lns."
+        )
     by_draw, n_layers = _stds_by_draw(decoder), len(decoder.layers)
     bases = {_base(name, stds, n_layers) for (name, _), stds in by_draw.items() if len(set(stds.values())) > 1}
     in_block: dict[int, set[float]] = defaultdict(set)
@@ -90,7 +100,7 @@ def _initializers(decoder: Any) -> Iterator[tuple[int, str, Any, str, Callable[.
     """Yield for each parameter: block number, name in the block, module, name in the module, and initializer."""
     for key, block in decoder.layers.items():
         for path, module in block.named_modules():
-            for name, initializer in (getattr(module, "_param_init", None) or {}).items():
+            for name, initializer in (getattr(module, _INITIALIZERS, None) or {}).items():
                 yield int(key) + 1, f"{path}.{name}", module, name, initializer
 
 
@@ -108,7 +118,8 @@ def _replace(decoder: Any, plain: dict[tuple[str, int], float]) -> None:
     for _, name, module, parameter, initializer in list(_initializers(decoder)):
         stds = [plain.get((name, place)) for place, _ in enumerate(_draws(initializer))]
         if any(stds):
-            module._param_init = {**module._param_init, parameter: _with_stds(initializer, stds)}
+            present = getattr(module, _INITIALIZERS)
+            setattr(module, _INITIALIZERS, {**present, parameter: _with_stds(initializer, stds)})
             if isinstance(initializer, partial):
                 module.lns_drawn = {**getattr(module, "lns_drawn", {}), parameter: stds[0]}
 

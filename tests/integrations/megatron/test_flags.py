@@ -71,8 +71,9 @@ def test_wrong_or_contradicting_flags_are_refused(words, message):
 def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
     student = parse(LNS, export_kd_teacher_load="teacher")
     module = ModuleType("megatron.training.global_vars")
-    module._GLOBAL_ARGS = student
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.get_args = lambda: student
+    for name in ("megatron.training", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
     make = command_line.wrap_config_from_args(lambda args: tiny.config())
     assert Selection.of(make(student)).layernorm_scaling
     assert not Selection.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
@@ -92,7 +93,7 @@ def arguments(monkeypatch):
     """The parsed command line in a stand-in for ``megatron.training``, which the wheel lacks."""
     args = SimpleNamespace(layernorm_scaling=True)
     module = ModuleType("megatron.training.global_vars")
-    module.__dict__.update(_GLOBAL_ARGS=args, get_args=lambda: args)
+    module.get_args = lambda: args
     for name in ("megatron.training", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
     return args

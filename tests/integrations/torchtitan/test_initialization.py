@@ -9,7 +9,8 @@ pytest.importorskip("torchtitan.config.override", reason="needs torchtitan 0.3 (
 import torch
 from support import torchtitan_models as titan
 
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
+from olmo_lns.integrations.torchtitan.initializers import remove_depth_factors
 
 
 def stds(model, names, blocks=("1", "3")):
@@ -81,6 +82,15 @@ def test_another_initialization_by_depth_is_refused_or_kept():
     with pytest.raises(LNSConfigError, match=r"attention.wo.weight is drawn with the standard deviations"):
         titan.build("llama3", titan.LNS, spec=spec())
     titan.build("llama3", (titan.LNS, {"keep_scaled_init": True}), spec=spec())
+
+
+def test_initializers_that_are_kept_elsewhere_are_an_error():
+    """As after a release of torchtitan that renames the attribute."""
+    model = titan.build("llama3")
+    for module in model.modules():
+        vars(module)["renamed"] = vars(module).pop("_param_init", None)
+    with pytest.raises(UpstreamChangedError, match=r"no module of its blocks has its initializers in _param_init"):
+        remove_depth_factors(model)
 
 
 def test_drawn_weights_are_measured():
