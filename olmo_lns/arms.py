@@ -9,6 +9,7 @@ from __future__ import annotations
 import colorsys
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
@@ -75,28 +76,38 @@ def define_arm(arm: Arm) -> Arm:
     return arm
 
 
-def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
+class _Row(NamedTuple):
+    """A row of the table: the fields of an :class:`Arm` without its style, which follows from the row's position."""
+
+    name: str
+    label: str
+    scheme: Scheme
+    initialization: str
+    only_difference: str = ""
+    init_fn: str = ""
+
+
+def _plain(name: str) -> _Row:
     """Return the row of a scheme with plain initialization. A ``_depth`` scheme has more than one difference."""
     scheme = definition(name)
-    return name, scheme.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else scheme.title, ""
+    return _Row(name, scheme.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else scheme.title)
 
 
-#: name, label, scheme, initialization, isolated difference, OLMo's init_fn. The style follows from the position.
-_TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
-    (BASELINE, "Pre-LN", PRE_LN, "plain", "nothing", ""),
-    (SCALED_BASELINE, "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
+_TABLE: tuple[_Row, ...] = (
+    _Row(BASELINE, "Pre-LN", PRE_LN, "plain", only_difference="nothing"),
+    _Row(SCALED_BASELINE, "Pre-LN + scaled init", PRE_LN, "scaled", only_difference="scaled initialization"),
     _plain(METHOD),
-    ("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", "", "full_megatron"),
-    ("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", "", "mitchell"),
-    ("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled", "", ""),
-    ("preln_depth_scaled_init", "Pre-LN + depth-scaled init", PRE_LN, "depth_scaled", "depth-scaled init", ""),
+    _Row("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", init_fn="full_megatron"),
+    _Row("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", init_fn="mitchell"),
+    _Row("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled"),
+    _Row("preln_depth_scaled_init", "Pre-LN + depth-scaled init", PRE_LN, "depth_scaled", "depth-scaled init"),
     # A scheme removes the depth factor of full_megatron; the head at 1/sqrt(d) remains.
-    ("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
-    ("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", "", "full_megatron"),
+    _Row("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
+    _Row("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", init_fn="full_megatron"),
     *map(_plain, ("postln", "deepnorm", "mixln")),
-    ("mixln_scaled_init", "Mix-LN + scaled init", Scheme.of("mixln"), "scaled", "", ""),
+    _Row("mixln_scaled_init", "Mix-LN + scaled init", Scheme.of("mixln"), "scaled"),
     *(
-        (f"mixln_{round(100 * alpha)}", f"Mix-LN {alpha:.1%}", Scheme.of("mixln", alpha=alpha), "plain", "Mix-LN", "")
+        _Row(f"mixln_{round(100 * alpha)}", f"Mix-LN {alpha:.1%}", Scheme.of("mixln", alpha=alpha), "plain", "Mix-LN")
         for alpha in (0.0625, 0.167, 0.33, 0.417, 0.5)
     ),
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
@@ -120,8 +131,9 @@ def _style(index: int) -> tuple[str, str, str]:
     return (color, *_STYLES[index % len(_STYLES)])
 
 
-for _index, (_name, _label, _scheme, _init, _only_difference, _init_fn) in enumerate(_TABLE):
-    define_arm(Arm(_name, _label, *_style(_index), _scheme, _init, _only_difference, _init_fn))
+for _index, _row in enumerate(_TABLE):
+    _fields = _row._asdict()
+    define_arm(Arm(_fields.pop("name"), _fields.pop("label"), *_style(_index), **_fields))
 
 
 def arm_named(name: str) -> Arm:

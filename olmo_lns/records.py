@@ -38,11 +38,11 @@ def record(model: Any) -> dict[str, Any]:
     """
     from olmo_lns import sites  # imports torch, so only on use
 
-    norms = {_own_name(name): site.layer_number for name, _, site in sites.in_model(model)}
+    norms = {_own_name(each.name): each.site.layer_number for each in sites.in_model(model)}
     counts = Counter(
-        (each.layer_number, each.sub_layer, each.n_layers)
-        for _, _, each in sites.in_model(model)
-        if not getattr(each, "branch", "")
+        (site.layer_number, site.sub_layer, site.n_layers)
+        for _, _, site in sites.in_model(model)
+        if not getattr(site, "branch", "")
     )
     for n_layers in {n_layers for _, _, n_layers in counts}:
         expected = [(number, sub_layer, n_layers) for number in range(1, n_layers + 1) for sub_layer in SUB_LAYERS]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, fields
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, NamedTuple
 
 from olmo_lns import initialization
 from olmo_lns.errors import LNSConfigError, MeasurementError
@@ -71,11 +71,24 @@ def _of_module(module: Any) -> tuple[SubLayer, ...]:
     return tuple(module.__dict__.get("lns_sub_layers", ()))
 
 
-def in_model(model: Any) -> Iterator[tuple[str, Any, SubLayer]]:
-    """Yield ``(name of the module, module, site or sub-layer)`` for each record, in the order of the modules."""
+class Marked(NamedTuple):
+    """A record with the module that has it.
+
+    :param name: name of the module in the model.
+    :param module: the module.
+    :param site: the record, which is a :class:`Site` for a norm, and a :class:`SubLayer` for a block.
+    """
+
+    name: str
+    module: Any
+    site: SubLayer
+
+
+def in_model(model: Any) -> Iterator[Marked]:
+    """Yield all records of a model in the order of its modules. A module may have several."""
     for name, module in model.named_modules():
         for each in _of_module(module):
-            yield name, module, each
+            yield Marked(name, module, each)
 
 
 def read_back(model: Any) -> Scheme:
@@ -86,19 +99,19 @@ def read_back(model: Any) -> Scheme:
     records = list(in_model(model))
     if not records:
         return PRE_LN
-    schemes = {each.scheme for _, _, each in records}
+    schemes = {each.site.scheme for each in records}
     if len(schemes) > 1:
         raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")
-    for name, module, each in records:
-        computed = module.lns_plan(each.sub_layer) if hasattr(module, "lns_plan") else Plan()
-        if computed != each.plan:
-            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(each.plan, f.name))
-            found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(each.plan, n)!r}" for n in differing)
+    for name, module, site in records:
+        computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
+        if computed != site.plan:
+            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
+            found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(site.plan, n)!r}" for n in differing)
             raise MeasurementError(
-                f"{name} ({each}): found {'; '.join(found_instead)} under {each.scheme}. The module or "
+                f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. The module or "
                 "its forward was replaced after the block was built. Apply the scheme after the replacement."
             )
-    return records[0][2].scheme
+    return records[0].site.scheme
 
 
 def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
@@ -114,7 +127,7 @@ def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers
     """
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
-    branches = [(each.layer_number, each.sub_layer, getattr(each, "branch", "")) for _, _, each in in_model(model)]
+    branches = [(site.layer_number, site.sub_layer, getattr(site, "branch", "")) for _, _, site in in_model(model)]
     actual = [(number, sub_layer) for number, sub_layer, branch in branches if not branch]
     others = {(number, sub_layer) for number, sub_layer, branch in branches if branch}
     is_complete = sorted(actual) == sorted(expected) and others <= {*expected} and len({*branches}) == len(branches)

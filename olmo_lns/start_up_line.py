@@ -46,9 +46,10 @@ def compose(
     scheme = sites.read_back(model)
     norms = scheme.norm_count(n_layers)
     if scheme.only_scales_norms(n_layers) and not local:
-        norms = len({module for _, module, _ in sites.in_model(model)})  # parallel blocks may share one norm
+        norms = len({each.module for each in sites.in_model(model)})  # parallel blocks may share one norm
     count = f"{norms} norms" + (f" ({norm})" if norm else "") + (f", {local}" if local else "")
-    ways = dict.fromkeys(_application(module) for _, module, _ in sites.in_model(model) if isinstance(module, Scaled))
+    modules = [each.module for each in sites.in_model(model)]
+    ways = dict.fromkeys(_application(module) for module in modules if isinstance(module, Scaled))
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
     parts = [count, *describe_factors(scheme, n_layers), parameters, *ways, initialization]
     parts.append(describe(measured, sites_not_run=sites_not_run))

@@ -151,7 +151,7 @@ def fold_model(
     :raises LNSConfigError: if the model has no scheme, or its factors cannot be folded. The model is left unchanged.
     :raises MeasurementError: if the output would change. The model is left unchanged.
     """
-    model_sites = [site for _, _, site in sites.in_model(model)]
+    model_sites = [each.site for each in sites.in_model(model)]
     if not model_sites:
         raise LNSConfigError(
             f"{type(model).__name__} has no scheme, so there is nothing to fold. It is a stock model already."

@@ -117,7 +117,7 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
         for chunk in chunks:
             if (scheme := sites.read_back(chunk)) not in (selection.scheme, PRE_LN):
                 problem = f"{selection.scheme} was selected, but the model was built with {scheme}."
-            sites_here += [(site.layer_number, site.n_layers) for _, _, site in sites.in_model(chunk)]
+            sites_here += [(each.site.layer_number, each.site.n_layers) for each in sites.in_model(chunk)]
     except Exception as error:
         problem = str(error)
     raise_on_every_rank(problem)

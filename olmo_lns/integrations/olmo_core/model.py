@@ -33,7 +33,7 @@ def check_and_announce(model: Any, n_layers: int) -> None:
     :raises LNSConfigError: if a block has no scheme or another one.
     :raises MeasurementError: if a norm has another factor than its block.
     """
-    schemes = {site.layer_number: site.scheme for _, _, site in sites.in_model(model)}
+    schemes = {each.site.layer_number: each.site.scheme for each in sites.in_model(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
         raise LNSConfigError(
             f"A scheme was selected, but the blocks {[number - 1 for number in missing]} of {n_layers} (counted from "
@@ -55,7 +55,7 @@ def check_and_announce(model: Any, n_layers: int) -> None:
         n_layers,
         measured=measured if not_run else measured | {Measured.SITES},
         sites_not_run=not_run[0] if not_run else "",
-        norm=next(type(module).__name__ for _, module, _ in sites.in_model(model)),
+        norm=next(type(each.module).__name__ for each in sites.in_model(model)),
         initialization="scaled initialization "
         + {"plain": "off", "upstream": "as upstream"}.get(initializations, initializations),
     )

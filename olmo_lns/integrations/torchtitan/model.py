@@ -121,7 +121,7 @@ def check_part(part: Any) -> None:
 
     :raises MeasurementError: if a block has lost its scheme, or has another number than its place in the whole model.
     """
-    found = sorted((site.layer_number, site.sub_layer) for _, _, site in sites.in_model(part))
+    found = sorted((each.site.layer_number, each.site.sub_layer) for each in sites.in_model(part))
     expected = [(int(key) + 1, sub_layer) for key in getattr(part, "layers", {}) for sub_layer in SUB_LAYERS]
     if found and found != sorted(expected):
         raise MeasurementError(
@@ -136,7 +136,7 @@ def scheme_of(parts: Any) -> Scheme:
     :raises MeasurementError: if the parts have different schemes.
     """
     # sites.read_back cannot be used, because torchtitan wraps the forward of a norm that it shards.
-    schemes = {site.scheme for part in parts for _, _, site in sites.in_model(part)}
+    schemes = {each.site.scheme for part in parts for each in sites.in_model(part)}
     if len(schemes) > 1:
         raise MeasurementError(f"The model has the schemes {', '.join(sorted(map(str, schemes)))}. Expected one.")
     return schemes.pop() if schemes else PRE_LN

@@ -238,8 +238,8 @@ def require_unchanged(model: Any) -> None:
     :raises MeasurementError: if norms or blocks changed after the scheme was applied.
     :raises LNSConfigError: if PEFT has wrapped its norms.
     """
-    any_model.refuse_adapted(model, [name for name, _, _ in sites.in_model(model)])
-    n_layers = max((site.n_layers for _, _, site in sites.in_model(model)), default=1)
+    any_model.refuse_adapted(model, [each.name for each in sites.in_model(model)])
+    n_layers = max((each.site.n_layers for each in sites.in_model(model)), default=1)
     sites.require_complete(model, scheme_of(model.config), n_layers)
 
 

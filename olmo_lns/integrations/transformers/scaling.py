@@ -122,9 +122,9 @@ def locate_and_scale(
         found = measure(model)
     keeps = "upstream" in (initialization, getattr(model.config, "lns_initialization", ""))
     text = f"scaled initialization on ({found.values})" if found and found.is_scaled and keeps else str(found or "")
-    for _, norm, _ in sites.in_model(model):
-        if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
-            type(norm).kernel_layer_name = "LNSScaled"
+    for each in sites.in_model(model):
+        if hasattr(each.module, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
+            type(each.module).kernel_layer_name = "LNSScaled"
     any_model.report(model, located, measured, text)
     return names
 
