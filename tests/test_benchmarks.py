@@ -63,17 +63,22 @@ def test_a_part_that_takes_too_long_is_stopped_and_keeps_what_it_measured(script
 
 
 @pytest.mark.slow
-def test_the_gpu_day_on_a_cpu_reports_every_part(tmp_path):
+@pytest.mark.parametrize(
+    "only", [["make test-gpu", "FSDP2 on one device"], pytest.param([], marks=pytest.mark.exhaustive)]
+)
+def test_the_gpu_day_on_a_cpu_reports_every_part(tmp_path, only):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     report, tables = tmp_path / "day.json", tmp_path / "day.md"
     command = [sys.executable, SCRIPTS / "gpu_day.py", "--device", "cpu", "--quick", "--python", sys.executable]
+    command += ["--only", *only] if only else []
     done = subprocess.run([*command, "--json", report, "--markdown", tables], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(report.read_text())["parts"]
     outcomes = {name: part["status"] for name, part in parts.items()}
     gpu = outcomes.pop("make test-gpu")
     assert gpu == ("ok" if torch.cuda.is_available() else "skipped")
-    assert set(outcomes) == {"norms", "steps, eager", "FSDP2 on one device", "apply, tiny"}
+    parts_of_all = {"norms", "steps, eager", "FSDP2 on one device", "apply, tiny"}
+    assert set(outcomes) == (parts_of_all.intersection(only) if only else parts_of_all)
     assert set(outcomes.values()) == {"ok"}
     for losses in parts["FSDP2 on one device"]["result"]["first_losses"].values():
         assert losses["sharded"] == pytest.approx(losses["whole"], rel=1e-4)

@@ -66,12 +66,18 @@ def test_one_flag_scales_every_norm_of_the_blocks_and_without_it_a_training_is_a
 
 def test_the_launcher_module_loads_the_plugin_where_the_hook_cannot_run(tmp_path):
     """``-S`` starts an interpreter without ``site``, and therefore without the hook."""
-    (path := tmp_path / "probe.py").write_text("import olmo.config, sys; print(*olmo.config.LayerNormType)")
+    probes = {
+        "finder": "import sys; print(any(hasattr(each, 'olmo_lns_finder') for each in sys.meta_path))",
+        "registered": "import olmo.config; print(*olmo.config.LayerNormType)",
+    }
+    for name, text in probes.items():
+        (tmp_path / f"{name}.py").write_text(text)
     folders = [str(launch.REPOSITORY), *(p for p in sys.path if p.endswith("site-packages"))]
     env = launch.environment(PYTHONPATH=os.pathsep.join(folders))
-    for flags, registered in ([], False), (["-m", "olmo_lns"], True):
-        done = launch.run([sys.executable, "-S", *flags, path], cwd=tmp_path, env=env).ok()
-        assert (" lns lns_rms " in done.last_line()) is registered
+    bare = launch.run([sys.executable, "-S", tmp_path / "finder.py"], cwd=tmp_path, env=env)
+    assert bare.ok().last_line() == "False"
+    done = launch.run([sys.executable, "-S", "-m", "olmo_lns", tmp_path / "registered.py"], cwd=tmp_path, env=env)
+    assert " lns lns_rms " in done.ok().last_line()
 
 
 def train(root, name, *arguments, **changes):

@@ -27,8 +27,7 @@ def initialized(*kinds, **model):
 
 
 COMPARED = {
-    "ddp": case(*OF_EACH_FORM),
-    "ddp, compiled": case(compile="aot_eager"),
+    "ddp": case(),
     "fsdp by_block": case(*OF_EACH_FORM, wrap="by_block"),
     "fsdp by_block, flat parameters": case("layerscale_rms", "deepnorm_rms", wrap="by_block", use_orig_params=False),
     "fsdp by_block_and_size, llama blocks": case(wrap="by_block_and_size", model={"block_type": "llama"}),
@@ -44,8 +43,12 @@ INITIALIZED = {
     "fsdp meta init, mitchell": initialized(init_fn="mitchell"),
     "fsdp meta init, full_megatron": initialized(init_fn="full_megatron"),
 }
-#: Every scheme in one case of each table.
-EXHAUSTIVE_COMPARED = {"fsdp by_block, every scheme": case(*OTHERS, wrap="by_block")}
+#: Every scheme in one case of each table. DDP and compiled blocks, each of which is in another case as well.
+EXHAUSTIVE_COMPARED = {
+    "fsdp by_block, every scheme": case(*OTHERS, wrap="by_block"),
+    "ddp, each form": case(*OF_EACH_FORM),
+    "ddp, compiled": case(compile="aot_eager"),
+}
 EXHAUSTIVE_INITIALIZED = {"fsdp meta init, every scheme": initialized(*OTHERS, init_fn="normal")}
 EXHAUSTIVE = {**EXHAUSTIVE_COMPARED, **EXHAUSTIVE_INITIALIZED}
 CASES = {**COMPARED, **INITIALIZED, **EXHAUSTIVE}
