@@ -34,12 +34,14 @@ class Confirmation:
     :param order: the blocks in the order in which they ran.
     :param changed: pairs of blocks that ran one after the other, where the second read something else than the first
         returned.
+    :param norm_runs: site -> how often it ran.
     """
 
     blocks: set[nn.Module] = field(default_factory=set)
     is_residual_stream: bool = False
     order: list[nn.Module] = field(default_factory=list)
     changed: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    norm_runs: dict[nn.Module, int] = field(default_factory=dict)
 
 
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
@@ -102,7 +104,8 @@ def confirming(
         return replace_stream(output, last[-1].clone())
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+        output, norm = forward(*args, **kwargs), block.get_submodule(name)
+        confirmation.norm_runs[norm] = confirmation.norm_runs.get(norm, 0) + 1
         if block not in before or block not in inputs:  # another module runs the norm
             return output
         return replays[block].freeze(name, before[block], inputs[block], args, kwargs, output)

@@ -67,15 +67,21 @@ class Trace:
 
 
 def trace_forward(
-    model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module], *, is_repeated: bool = False
+    model: nn.Module,
+    run: Callable[[], Any],
+    members: Iterable[nn.Module],
+    *,
+    apart_from: Iterable[nn.Module] = (),
+    is_repeated: bool = False,
 ) -> Trace:
     """Run the model once and observe its modules.
 
     :param run: runs one forward of the model.
     :param members: the modules whose calls are kept.
+    :param apart_from: modules that are not observed, and get no hook.
     :param is_repeated: true for a second run, after the first one has built further modules.
     """
-    trace, members = Trace(), set(members)
+    trace, members, apart_from = Trace(), set(members), set(apart_from)
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.runs[module] = trace.runs.get(module, 0) + 1
@@ -98,12 +104,12 @@ def trace_forward(
     watched = [
         module
         for module in dict.fromkeys([*model.modules(), *members])
-        if not isinstance(module, torch.jit.ScriptModule)
+        if not isinstance(module, torch.jit.ScriptModule) and module not in apart_from
     ]
     with probe.hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
-    if set(model.modules()) - set(watched) - _scripted(model) and not is_repeated:  # the forward built modules
-        return trace_forward(model, run, members, is_repeated=True)
+    if set(model.modules()) - {*watched, *apart_from} - _scripted(model) and not is_repeated:  # it built modules
+        return trace_forward(model, run, members, apart_from=apart_from, is_repeated=True)
     return trace
 
 

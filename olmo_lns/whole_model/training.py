@@ -29,16 +29,23 @@ from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
 log = logging.getLogger("olmo_lns")
 
 
-def trace_in_training(model: nn.Module, run: Callable[[], Any], members: Iterable[nn.Module] = ()) -> Trace:
+def trace_in_training(
+    model: nn.Module,
+    run: Callable[[], Any],
+    members: Iterable[nn.Module] = (),
+    *,
+    apart_from: Iterable[nn.Module] = (),
+) -> Trace:
     """Run a model once in training mode, which must be set, and observe its modules.
 
     :param run: runs one forward of the model.
     :param members: the modules whose calls are kept.
+    :param apart_from: modules that are not observed, and get no hook.
     :raises LNSConfigError: if the model cannot run in training mode on the example, for instance because it needs
         labels, or if it writes to its weights.
     """
     with _read_only(model):
-        return trace_forward(model, run, members)
+        return trace_forward(model, run, members, apart_from=apart_from)
 
 
 def require_same_in_training(
@@ -76,7 +83,8 @@ def require_same_in_training(
         widths = {trace.shapes[norm][-1] for norm in norms if norm in trace.shapes}
         similar = similar_modules(model, blocks, observed, widths, run)
         similar |= functional_blocks(model, blocks, observed, widths, run)
-        again = [names[norm] for norm in norms if observed.runs.get(norm, 0) > 1]
+        counts = observed.runs if confirmation is None or observed is not in_training else confirmation.norm_runs
+        again = [names[norm] for norm in norms if counts.get(norm, 0) > 1]
         return again, [n for n, module in similar.items() if not any(part in trace.runs for part in module.modules())]
 
     try:

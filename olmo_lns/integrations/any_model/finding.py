@@ -129,8 +129,9 @@ def _locate(
         probes.probe_structures()
         # The attributes that the model sets on its blocks in its forward stay until all blocks have been copied.
         confirmed, in_training, traced = _confirm(model, found, probes, run)
-        probes.probe_others(confirmed.blocks)
-        hooked = [name for block, each in probes.separately for name in norms_to_hook(block, each, arithmetic_of)]
+        probes.probe_others(confirmed.blocks, in_training.order if in_training is not None else ())
+        to_check = [*probes.separately, *probes.differ_without_hooks]
+        hooked = [name for block, each in to_check for name in norms_to_hook(block, each, arithmetic_of)]
         block_norms, projections = probes.norms, probes.projections
         names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
         check_norms(names, block_norms, found.trace.shapes, shadow.device_of(model))
@@ -205,7 +206,9 @@ def _confirm(
         with undisturbed(model):
             probe.set_training(model, True)
             with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
-                trace = trace_in_training(model, run)
+                # A hook on a part of a block would switch off a fused kernel, which this forward could notice.
+                parts = {part for block in found.blocks for part in block.modules()} - set(found.blocks)
+                trace = trace_in_training(model, run, apart_from=parts)
     except _REFUSALS as error:  # it needs labels, or writes to its weights
         log.debug("the blocks are examined one by one, since the model does not run in training mode: %s", error)
         return Confirmation(is_residual_stream=in_eval.is_residual_stream), None, None

@@ -34,6 +34,8 @@ class BlockProbes:
         self.stack, self.pairs, self.advice, self.weights = stack, pairs, advice, weights
         #: The blocks that were probed separately, with their results.
         self.separately: list[tuple[nn.Module, probe.BlockSites]] = []
+        #: Other blocks that do the same as the first one of their structure only while their norms have hooks.
+        self.differ_without_hooks: list[tuple[nn.Module, probe.BlockSites]] = []
         self._calls = [None if block is None else trace.calls.get(block) for block in stack]
         self._given = [
             None if pair is None or block is None else tuple(_names(block)[norm] for norm in pair)
@@ -52,10 +54,12 @@ class BlockProbes:
         for number in self._first.values():
             self._probe(number, None)
 
-    def probe_others(self, confirmed: Collection[nn.Module]) -> None:
+    def probe_others(self, confirmed: Collection[nn.Module], ran: Collection[nn.Module] = ()) -> None:
         """Compare each other block with the first one of its structure, and probe it if it does something else.
 
         :param confirmed: the blocks that were compared already, and do the same.
+        :param ran: the blocks that were compared already, without hooks on their norms. One that does the same only
+            with hooks is then kept in ``differ_without_hooks``.
         """
         for number, first in self._first_alike.items():
             if number == first:
@@ -64,7 +68,9 @@ class BlockProbes:
             if self.stack[number - 1] in confirmed:
                 self._results[number] = earlier
                 continue
-            found = self._probe(number, earlier)
+            found, block = self._probe(number, earlier), self.stack[number - 1]
+            if found is earlier and block is not None and block in ran:
+                self.differ_without_hooks.append((block, found))
             if found is not earlier and found.names == earlier.names:
                 _require_no_factor(found, earlier, number, first)
 
