@@ -90,8 +90,9 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
     expected = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
     if saved and not (len(saved) == n_layers and np.allclose(saved, expected, rtol=1e-6, atol=0)):
         raise LNSConfigError(
-            f"{folder} has the factors {saved} in its buffers. Expected the factors of {scheme}: {expected}. Pass the "
-            "scheme of these buffers with --scheme."
+            f"{folder} has the factors {saved} in its buffers, but --scheme {scheme} has the factors {expected}. "
+            "Expected the same factors. Pass the scheme that has them. If OLMo-core has overwritten the buffers, no "
+            "scheme has them, and the checkpoint cannot be exported."
         )
 
 

@@ -165,7 +165,7 @@ def test_default_scaled_with_other_factors_is_refused(trained, tmp_path, capsys)
         block.ln_scale.fill_(value)  # as OLMo-core's own init_weights leaves it
     folder, _ = trained(default_scaled(), built)
     line = refused(capsys, folder, tmp_path / "out", "--scheme", "lns")
-    assert "[0.0, 1.39" in line and "expected [1.0, 0.707" in line
+    assert "[0.0, 1.39" in line and "--scheme lns has the factors [1.0, 0.707" in line
 
 
 def test_a_checkpoint_is_analyzed_under_its_scheme(trained, tmp_path):
