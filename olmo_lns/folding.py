@@ -28,7 +28,7 @@ Factor = float | torch.Tensor
 #: Allowed difference of the output of a whole model, relative to its size: what the rounding of the folded weights
 #: changes in fp32, and in 16 bits.
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 0.05
-#: The same for one norm in fp64. A norm whose parameters may be in fp32 computes its eps and statistics in that.
+#: The same for one norm that gets fp64. Many norms compute their statistics in fp32 even then.
 _TOLERANCE_NORM = 1e-5
 #: Allowed difference of the outputs of a model, relative to their size, if what a norm returns is doubled and what its
 #: readers receive is halved. A power of two changes no digits, so a larger difference comes from another reader.

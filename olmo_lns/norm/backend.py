@@ -17,6 +17,9 @@ from olmo_lns.pip_extras import install_command
 
 #: Values of the setting. "torch" includes PyTorch's fused kernel if there is one.
 NAMES = ("auto", "te", "torch")
+#: Transformer Engine's kernels are chosen on GPUs of this major compute capability or a later one. Ampere, 8.0, is the
+#: first with bf16.
+_FIRST_MAJOR = 8
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def _device_problem(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "this torch is built for ROCm"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor} is below 8.0" if major < 8 else None
+    return None if major >= _FIRST_MAJOR else f"compute capability {major}.{minor} is below {_FIRST_MAJOR}.0"
 
 
 def _torch_backend(device: torch.device, reason: str) -> Backend:
