@@ -20,6 +20,8 @@ _KEPT = ("_parameters", "_modules", "_buffers", "training", "forward", "_old_for
 _NOT_FOLLOWED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
 #: A tensor with more elements is tested for being constant, as a new cache of keys is. A constant needs no copy.
 _LARGE = 1_000_000
+#: A container with more elements, such as a vocabulary, is restored, and what is in its elements is not.
+_LONG = 20_000
 
 
 class SavedState:
@@ -49,7 +51,9 @@ class SavedState:
 
         :param follows: also save the attributes of objects that are neither containers nor tensors.
         """
-        for value in values:
+        rest = [(value, follows) for value in values]
+        while rest:
+            value, follows = rest.pop()
             if isinstance(value, (str, int, float, type(None))):
                 continue
             if isinstance(value, torch.Tensor):
@@ -66,7 +70,8 @@ class SavedState:
                 continue
             if id(container) not in self._contents:
                 self._contents[id(container)] = container, (contents := _contents(container))
-                self._save(contents, follows=inner)
+                if len(contents) < _LONG:
+                    rest += [(each, inner) for each in contents]
 
     def restore(self) -> None:
         """Restore everything that has changed. A module in which the forward has built parts keeps its attributes."""
