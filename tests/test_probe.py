@@ -57,6 +57,26 @@ class FunctionalSandwich(PreLN):
         return y + torch.nn.functional.layer_norm(self.mlp(self.norm2(y)), (D,))
 
 
+class FunctionalSandwichOfCubes(FunctionalSandwich):
+    """Half of the norm's output makes the branch an eighth, where the eps of the last norm matters."""
+
+    def forward(self, x):
+        y = x + self.mix(self.norm1(x))
+        return y + torch.nn.functional.rms_norm(self.mlp(self.norm2(y)), (D,), eps=3e-4)
+
+    def mlp(self, x):
+        return self.down(self.up(x).relu() ** 3)
+
+
+class EachExample(PreLN):
+    """Its branches end in a function that normalizes all positions of an example together."""
+
+    def forward(self, x):
+        for branch, norm in ((self.mix, self.norm1), (self.mlp, self.norm2)):
+            x = x + torch.nn.functional.layer_norm(branch(norm(x)), x.shape[1:])
+        return x
+
+
 class OneBranch(PreLN):
     def forward(self, x):
         return x + self.mlp(self.norm1(x) * self.norm2(x))
@@ -92,6 +112,8 @@ class BypassedUnderAutocast(PreLN):
         (PostLN, "it reads its stream elsewhere than through its norms"),
         (Bypassed, "it reads its stream elsewhere than through its norms"),
         (FunctionalSandwich, r"ends in a norm that is a function \(Sandwich-LN\)"),
+        (EachExample, r"ends in a norm that is a function \(Sandwich-LN\)"),
+        (FunctionalSandwichOfCubes, r"ends in a norm that is a function \(Sandwich-LN\)"),
         (OneBranch, "it has one branch, after norm1 and norm2"),
         (BypassedWithGradients, "in eval mode with gradients its branches bypass norm1 and norm2"),
         (BypassedInTraining, "in training mode its branches bypass norm1 and norm2"),
@@ -126,6 +148,21 @@ class ParallelWithAnotherOutput(WithAnotherOutput):
 )
 def test_a_norm_without_effect_on_the_stream_is_no_site(block, names):
     assert probe.pre_ln_sites(block(), CALL).names == names
+
+
+class NormalizedLinear(nn.Linear):
+    """Normalizes its input, as the linear layers of BitNet do."""
+
+    def forward(self, x):
+        return super().forward(torch.nn.functional.rms_norm(x, x.shape[-1:]))
+
+
+def test_a_wide_branch_that_ignores_the_size_of_its_norm_does_not_end_in_a_norm():
+    block, width = PreLN(), 128
+    block.norm1, block.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+    block.attn, block.up, block.down = (NormalizedLinear(width, width, bias=False) for _ in range(3))
+    call = probe.Call((torch.randn(1, 8, width, generator=torch.Generator().manual_seed(1)),), {}, 0)
+    assert probe.pre_ln_sites(block, call).names == ("norm1", "norm2")
 
 
 class LargerInTraining(PreLN):

@@ -134,7 +134,8 @@ def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
     name = neutral.name
 
     def by_row(y: torch.Tensor) -> torch.Tensor:
-        factors = torch.arange(1.0, 1.0 + y.shape[-2], device=y.device, dtype=y.dtype)
+        # Rows become larger only, since a function with an eps makes small rows smaller.
+        factors = torch.arange(2.0, 2.0 + y.shape[-2], device=y.device, dtype=y.dtype)
         return factors[:, None] * y.roll(1, -1)
 
     # Two rows may have almost the same size by chance, so a stream of few rows is changed once more.
@@ -142,15 +143,23 @@ def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
     changes: tuple[Change, ...] = (by_row, lambda y: 3.0 * y.roll(2, -1)) if has_few_rows else (by_row,)
     with replay.without_biases():
         moved = [replay.delta({replay.norms[name]: change}) for change in changes]
-    branch = torch.stack([each - neutral.zero for each in (neutral.whole, neutral.half, *moved)])
-    # A function may normalize each position, each position of an image, in the norm's order, or each example.
-    in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
-    views = [branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm, branch.flatten(2)]
-    for view in views:
+    branch = torch.stack([each - neutral.zero for each in (neutral.whole, *moved)])
+
+    def has_equal_sizes(view: torch.Tensor) -> bool:
         sizes = view.norm(dim=-1)
-        if float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + replay.size_tolerance:
-            return True
-    return False
+        return float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + replay.size_tolerance
+
+    # A function may normalize each position, each position of an image, or in the norm's order.
+    in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
+    if any(map(has_equal_sizes, (branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm))):
+        return True
+    # Or it may normalize each example. A wide branch that ignores the size of each row also has examples of about the
+    # same size, but its rows do not grow with those of the norm.
+    rows = in_norm.norm(dim=-1)
+    growth = rows[1] / rows[0].clamp_min(1e-30)
+    count = rows.shape[-1]
+    has_grown = count == 1 or not float(growth.max() / growth.min()) < ((1 + count) / 2) ** 0.5
+    return has_grown and has_equal_sizes(branch.flatten(2))
 
 
 def reads_norm_twice(replay: Replay) -> bool:

@@ -175,6 +175,28 @@ class Running(nn.RMSNorm):
         return super().forward(hidden_states) * self.size
 
 
+class Growing(nn.RMSNorm):
+    """Has a gain that each call in training raises for the next one."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x):
+        y = super().forward(x) * self.gain
+        if self.training:
+            self.gain = self.gain + 0.1
+        return y
+
+
+def fused_for_gradients(self, x):
+    """Replace the first norm by a kernel where gradients of x are computed, unless the norm has a hook."""
+    is_fused = x.requires_grad and not (self.n1._forward_hooks or self.n1._forward_pre_hooks)
+    n1 = F.rms_norm(x, (WIDTH,), self.n1.weight) if is_fused else self.n1(x)
+    x = x + self.attn(n1)
+    return x + self.mlp(self.n2(x))
+
+
 def with_taps():
     """Norms with a part of their own, and a list of modules without parameters beside that of the blocks."""
 
@@ -197,6 +219,8 @@ def with_taps():
     ("model", "names"),
     [
         (lambda: Model(by_keyword, norm=Running), ("n1", "n2")),
+        (lambda: Model(norm=Growing), ("n1", "n2")),
+        (lambda: Model(fused_for_gradients), ("n1", "n2")),
         (lambda: Model(parallel), ("n1",)),
         (lambda: Model(dropped), ("n1", "n2")),
         (lambda: Model(half=True).bfloat16(), ("n1", "n2")),

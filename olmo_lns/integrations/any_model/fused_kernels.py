@@ -45,10 +45,13 @@ def norms_to_hook(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arit
     return found.names
 
 
-def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf, *, hooked: bool) -> list[str]:
+def _differences(
+    block: nn.Module, found: probe.BlockSites, arithmetic_of: ArithmeticOf, *, hooked: bool, in_step: bool = False
+) -> list[str]:
     """Return the modes in which a copy of the block with scaled norms differs from a copy with multiplying hooks.
 
     :param hooked: register a hook that changes nothing on each scaled norm.
+    :param in_step: run both copies in every mode, so that statistics which training moves are the same in both.
     """
     replay, factor, differing = found.replay, 0.5, []
     reference, scaled_copy = (probe.random_copy(block, replay.block, dtype=replay.dtype) for _ in range(2))
@@ -67,18 +70,23 @@ def _differences(block: nn.Module, found: probe.BlockSites, arithmetic_of: Arith
     def output(of: nn.Module, trains: bool, grad: bool) -> torch.Tensor:
         of.train(trains)
         with torch.set_grad_enabled(grad):
-            return replay.call.replay(of, replay.x).detach().double()
+            # A kernel may depend on whether gradients are computed for its input.
+            return replay.call.replay(of, replay.x.detach().requires_grad_(grad)).detach().double()
 
     def is_same(some: torch.Tensor, other: torch.Tensor) -> bool:
         return some.shape == other.shape and float((some - other).norm()) < replay.tolerance * float(other.norm())
 
-    in_eval = output(reference, trains=False, grad=False)
+    # Most blocks compute the same in all modes, and the reference need not run in each of them.
+    in_eval = None if in_step else output(reference, trains=False, grad=False)
     for mode in itertools.product((False, True), (False, True)):
         scaled = output(scaled_copy, *mode)
-        # Most blocks compute the same in all modes, and the reference need not run in each of them.
-        if not is_same(scaled, in_eval) and not is_same(scaled, output(reference, *mode)):
+        if in_eval is not None and is_same(scaled, in_eval):
+            continue
+        if not is_same(scaled, output(reference, *mode)):
             trains, grad = mode
             differing.append(f"in {'training' if trains else 'eval'} mode {'with' if grad else 'without'} gradients")
+    if differing and not in_step:
+        return _differences(block, found, arithmetic_of, hooked=hooked, in_step=True)
     return differing
 
 
