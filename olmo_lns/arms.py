@@ -16,7 +16,7 @@ from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
 #: The arm with which the others are compared, the same with scaled initialization, and the paper's method.
-BASELINE, SCALED_BASELINE, METHOD = "preln", "preln_scaled_init", "lns"
+BASELINE, SCALED_BASELINE, LNS_ARM = "preln", "preln_scaled_init", "lns"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _plain(name: str) -> _Row:
 _TABLE: tuple[_Row, ...] = (
     _Row(BASELINE, "Pre-LN", PRE_LN, "plain", only_difference="nothing"),
     _Row(SCALED_BASELINE, "Pre-LN + scaled init", PRE_LN, "scaled", only_difference="scaled initialization"),
-    _plain(METHOD),
+    _plain(LNS_ARM),
     _Row("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", init_fn="full_megatron"),
     _Row("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", init_fn="mitchell"),
     _Row("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled"),
@@ -136,14 +136,14 @@ for _index, _row in enumerate(_TABLE):
     define_arm(Arm(_fields.pop("name"), _fields.pop("label"), *_style(_index), **_fields))
 
 
-def arm_named(name: str) -> Arm:
+def arm_from_text(name: str) -> Arm:
     """Return an arm by its name, or by the spelling of a scheme, which has plain initialization.
 
     An arm by a spelling that no arm of :data:`ARMS` has is new, and not in the table. :func:`define_arm` adds it.
 
     :raises LNSConfigError: if the arm is unknown, or the scheme does not have the parameter.
 
-    >>> arm_named("lns:exponent=0.3").name
+    >>> arm_from_text("lns:exponent=0.3").name
     'lns_exponent_0.3'
     """
     if name in ARMS:

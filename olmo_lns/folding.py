@@ -68,7 +68,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
     stock = sites.stock_classes(model)
     norms = {name: module for name, module in model.named_modules() if module in stock}
     bare = [norm for norm in norms.values() if not list(norm.parameters())]
-    readers = _readers(model, bare, run) if bare else {}
+    readers = _linear_readers(model, bare, run) if bare else {}
     shapes: dict[Any, tuple[int, ...]] = {}
 
     def note(norm: Any, args: Any, kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | No
         _require_same_output(model, expected, _outputs(run, []), [*values.values()])
     for parameter, value in values.items():
         parameter.data = value
-    sites.restore(model)
+    sites.remove_scheme(model)
     for norm in bare:
         initialization.mark_folded(norm)
 
@@ -190,7 +190,7 @@ def _folded(
     if factor == 1.0:
         return {}
     stock = copy.deepcopy(norm)
-    sites.restore(stock)
+    sites.remove_scheme(stock)
     if "_hf_hook" in vars(stock):  # accelerate's hook moves inputs between devices
         for attribute in ("forward", "_old_forward", "_hf_hook"):
             vars(stock).pop(attribute, None)
@@ -219,7 +219,7 @@ def _folded(
     )
 
 
-def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
+def _linear_readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
     """Map each norm to the linear layers that read its output unchanged.
 
     :raises LNSConfigError: if something else than linear layers reads the output of a norm, if such a layer has an

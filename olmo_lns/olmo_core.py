@@ -74,7 +74,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
-        blocks.attach(block, self, d_model=d_model, block_idx=block_idx, n_layers=n_layers)
+        blocks.attach_to_block(block, self, d_model=d_model, block_idx=block_idx, n_layers=n_layers)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

@@ -17,7 +17,7 @@ from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
-__all__ = ["record", "refuse_trained", "require", "require_same"]
+__all__ = ["record", "require", "require_same", "require_untrained"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -137,10 +137,10 @@ def require_same(
     )
 
 
-def refuse_trained(trained_part: str, running: Scheme, *, source: object, trained: bool | None) -> None:
+def require_untrained(why_trained: str, running: Scheme, *, source: object, trained: bool | None) -> None:
     """Refuse to apply a scheme to a model whose weights were trained without it. All integrations use this rule.
 
-    :param trained_part: result of :func:`olmo_lns.initialization.trained_part`, which is ``""`` for fresh weights.
+    :param why_trained: result of :func:`olmo_lns.initialization.why_trained`, which is ``""`` for fresh weights.
     :param running: the scheme that is to be applied.
     :param source: name of the model or its path, for the message.
     :param trained: what the user says about the weights. True means that they were trained under ``running``, and
@@ -148,10 +148,10 @@ def refuse_trained(trained_part: str, running: Scheme, *, source: object, traine
     :raises CheckpointMismatchError: if the weights look trained, ``trained`` is None, and ``OLMO_LNS_ALLOW_MISMATCH``
         is not 1.
     """
-    if not trained_part or trained is not None:
+    if not why_trained or trained is not None:
         return
     message = (
-        f"{source}: {trained_part}. The model was therefore trained before, or a factor is already in its weights. "
+        f"{source}: {why_trained}. The model was therefore trained before, or a factor is already in its weights. "
         f"{running} expects fresh weights, or weights that were trained under {running}."
     )
     if environment.is_set(environment.ALLOW_MISMATCH):

@@ -321,11 +321,11 @@ def restore_class(module: Any, stock: type) -> None:
 
 
 def _takes_one_input(stock: Any) -> bool:
-    """Return true if a class has a plain forward (see :func:`is_plain`) with one argument besides ``self``."""
-    return is_plain(stock) and len(inspect.signature(stock.forward).parameters) == 2
+    """Return true if a class has its original forward, with one argument besides ``self``."""
+    return has_original_forward(stock) and len(inspect.signature(stock.forward).parameters) == 2
 
 
-def is_plain(stock: type) -> bool:
+def has_original_forward(stock: type) -> bool:
     """Return true if the forward of a class is defined in its source file, and neither decorated nor replaced."""
     forward = inspect.getattr_static(stock, "forward", None)
     owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)

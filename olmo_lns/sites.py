@@ -52,7 +52,7 @@ class Site(SubLayer):
     branch: str = ""
 
 
-def mark(module: Any, *new: SubLayer) -> None:
+def store(module: Any, *new: SubLayer) -> None:
     """Store sites on a norm, or sub-layers on a block. The module has to compute their plans.
 
     :raises LNSConfigError: if the module has a scheme already.
@@ -71,7 +71,7 @@ def _of_module(module: Any) -> tuple[SubLayer, ...]:
     return tuple(module.__dict__.get("lns_sub_layers", ()))
 
 
-class Marked(NamedTuple):
+class SiteInModel(NamedTuple):
     """A record with the module that has it.
 
     :param name: name of the module in the model.
@@ -84,11 +84,11 @@ class Marked(NamedTuple):
     site: SubLayer
 
 
-def in_model(model: Any) -> Iterator[Marked]:
+def in_model(model: Any) -> Iterator[SiteInModel]:
     """Yield all records of a model in the order of its modules. A module may have several."""
     for name, module in model.named_modules():
         for each in _of_module(module):
-            yield Marked(name, module, each)
+            yield SiteInModel(name, module, each)
 
 
 def read_back(model: Any) -> Scheme:
@@ -139,17 +139,17 @@ def require_complete(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers
         )
 
 
-def restore(model: Any) -> None:
+def remove_scheme(model: Any) -> None:
     """Remove the scheme from a model. Its modules get back the classes that they had before.
 
     :raises LNSConfigError: if other code has changed the class of a scaled module since. The model is left unchanged.
     """
     stock = stock_classes(model)
     for module in model.modules():
-        _restore_module(module, stock.get(module))
+        _remove_from_module(module, stock.get(module))
 
 
-def _restore_module(module: Any, stock: type | None) -> None:
+def _remove_from_module(module: Any, stock: type | None) -> None:
     if stock is not None:
         restore_class(module, stock)
     vars(module).pop("lns_sub_layers", None)
@@ -177,7 +177,7 @@ def stock_classes(model: Any) -> dict[Any, type]:
 
 
 @contextlib.contextmanager
-def stock_on_failure(model: Any) -> Iterator[None]:
+def undo_on_failure(model: Any) -> Iterator[None]:
     """Remove the scheme from a model if the ``with`` block, which attaches and measures it, raises or is interrupted.
 
     Modules that had a scheme before the block, such as those of another tower, keep it.
@@ -189,5 +189,5 @@ def stock_on_failure(model: Any) -> Iterator[None]:
         except BaseException:
             for module in stock:
                 bases = type(module).__dict__.get("lns_bases") if "lns_scale" in vars(module) else None
-                _restore_module(module, bases[1] if bases else None)
+                _remove_from_module(module, bases[1] if bases else None)
             raise

@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from olmo_lns.arms import BASELINE, Arm, arm_named
+from olmo_lns.arms import BASELINE, Arm, arm_from_text
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 
@@ -179,7 +179,7 @@ def render() -> dict[Path, str]:
         return jinja.get_template(f"{template}.yaml.in").render(context | values)
 
     files = {ROOT / "olmo" / "llama-c4" / f"{size.name}.yaml": fill("olmo-llama-c4", size=size) for size in LLAMAS}
-    for size, arm in product(SIZES, map(arm_named, PACK)):
+    for size, arm in product(SIZES, map(arm_from_text, PACK)):
         for engine in (OLMO, OLMO_CORE, MEGATRON):
             settings, folder = engine.arm_overrides(arm), engine.name.replace("-", "_")
             if settings is not None and (engine is not OLMO_CORE or arm.initialization == "plain"):

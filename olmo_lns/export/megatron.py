@@ -71,7 +71,7 @@ def _llama_config(saved: Saved) -> dict[str, Any]:
 
 
 _ATTN, _FF = LAYER["attn"], LAYER["ff"]
-_QKV, _FC1 = f"{_ATTN.module}.{_ATTN.fused[0]}", f"{_FF.module}.{_FF.fused[0]}"
+_QKV, _FC1 = f"{_ATTN.module}.{_ATTN.may_contain_norm[0]}", f"{_FF.module}.{_FF.may_contain_norm[0]}"
 #: Megatron's names -> Llama's. The weights of ``_QKV`` and ``_FC1`` are split.
 _NAMES = {
     "embedding.word_embeddings": "model.embed_tokens",

@@ -19,7 +19,7 @@ from olmo_lns.export.interface import Format
 from olmo_lns.export.metadata import load_tensors, read_metadata
 from olmo_lns.export.prompts import prompt
 from olmo_lns.folding import fold_norms
-from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
+from olmo_lns.integrations.olmo_core.checkpoint import BLOCK_CONFIG_CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.pip_extras import install_command
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
@@ -177,7 +177,7 @@ class OLMoCoreFormat(Format):
                 f"{folder}: its config has scale_router=false, which only a development version could write. Expected "
                 "a router that reads the factor. This checkpoint cannot be exported."
             )
-        is_stock = not any(block.get("_CLASS_") == CLASS for block in blocks)
+        is_stock = not any(block.get("_CLASS_") == BLOCK_CONFIG_CLASS for block in blocks)
         with reporting_load_errors(folder):
             settings = _with_stock_blocks(values) if has_default_scaled else copy.deepcopy(values)
             model_config = TransformerConfig.from_dict(settings)

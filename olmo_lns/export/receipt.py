@@ -30,7 +30,7 @@ from olmo_lns.export.prompts import logits, prompt
 from olmo_lns.export.saved_weights import SavedWeights
 
 #: Name of the file.
-FILE = "export_receipt.json"
+RECEIPT_FILE = "export_receipt.json"
 #: Largest logit difference in fp32, relative to the largest logit.
 TOLERANCE = 1e-5
 #: Largest relative difference of two rotary frequencies.
@@ -106,7 +106,7 @@ def write(entries: dict[str, Any], stock: OpenCheckpoint, folder: Path) -> None:
                 "--dtype fp32. If the error remains, report it."
             )
     entries = {"exported_with": _versions(), **entries, **_measure_export(stock, folder)}
-    (folder / FILE).write_text(json.dumps(entries), encoding="utf-8")
+    (folder / RECEIPT_FILE).write_text(json.dumps(entries), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -114,7 +114,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
     :raises LNSConfigError: if the file is damaged.
     """
-    path = folder / FILE
+    path = folder / RECEIPT_FILE
     if not path.is_file():
         return None
     try:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.checkpoint import reporting_load_errors
 from olmo_lns.export.metadata import SafeReader, load_tensors, read_metadata
-from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.flags import MegatronFlags
 from olmo_lns.integrations.megatron.module_names import FUSED_NORM, LAYER
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
@@ -43,7 +43,9 @@ _BLOCK_NORM = re.compile(
     + "|".join(
         f"(?P<{sub_layer}>{'|'.join(map(re.escape, starts))})"
         for sub_layer, names in LAYER.items()
-        for starts in [(f"{names.norm}.", *(f"{names.module}.{linear}.{FUSED_NORM}" for linear in names.fused))]
+        for starts in [
+            (f"{names.norm}.", *(f"{names.module}.{linear}.{FUSED_NORM}" for linear in names.may_contain_norm))
+        ]
     )
     + r")(?P<part>weight|bias)$"
 )
@@ -94,7 +96,7 @@ class Saved:
 
     def scheme(self, requested: Scheme | None) -> Scheme:
         """Return the scheme in the saved arguments, or ``requested`` if they name none."""
-        saved = Selection.of_saved(self.args).scheme
+        saved = MegatronFlags.of_saved(self.args).scheme
         if requested is None:
             return saved
         if requested.name not in (LNS.name, PRE_LN.name):
@@ -181,7 +183,7 @@ def write(saved: Saved, tensors: Mapping[str, torch.Tensor], out: Path) -> None:
     """
     target, state = out / saved.folder.name, {**tensors, **_objects(saved.folder, saved.objects)}
     common = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
-    args = {name: value for name, value in vars(saved.args).items() if name not in vars(Selection())}
+    args = {name: value for name, value in vars(saved.args).items() if name not in vars(MegatronFlags())}
     common["args"] = argparse.Namespace(**args)
     target.mkdir(parents=True)
     if (saved.folder / COMMON).is_file():

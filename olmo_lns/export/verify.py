@@ -22,7 +22,7 @@ from olmo_lns.schemes import Scheme
 #: Number of random prompts.
 PROMPTS = 8
 #: Prefixes of settings, also of nested ones, that do not change the function of a model in evaluation mode.
-_NEUTRAL = (
+_WITHOUT_EFFECT_ON_OUTPUTS = (
     *("init_", "emb_init", "scale_emb_init", "initializer_", "embedding_init_std", "precision", "flash_attention"),
     *("dtype", "torch_dtype", "use_cache", "return_dict", "output_", "id2label", "label2id", "problem_type"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward", "is_encoder_decoder"),
@@ -59,7 +59,7 @@ def verify(
         )
     if known is None and checkpoint is None:
         raise LNSConfigError(
-            f"{export} has no {receipt.FILE}, so there is nothing to compare it with. Pass its checkpoint, "
+            f"{export} has no {receipt.RECEIPT_FILE}, so there is nothing to compare it with. Pass its checkpoint, "
             "too: olmo-lns verify CHECKPOINT EXPORT."
         )
     if known is not None and "not_run" in known and checkpoint is None:
@@ -152,7 +152,7 @@ def _config_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) 
     return [
         f"config: {name} is {actual.get(name, 'missing')!r}, expected {expected.get(name, 'nothing')!r}"
         for name in sorted({*expected, *actual})
-        if not name.rpartition(".")[2].startswith(_NEUTRAL) and expected.get(name) != actual.get(name)
+        if not name.rpartition(".")[2].startswith(_WITHOUT_EFFECT_ON_OUTPUTS) and expected.get(name) != actual.get(name)
     ]
 
 

@@ -16,11 +16,18 @@ Read the modules in this order. Each imports only those above it.
 """
 
 from olmo_lns.initialization.drawn import check_drawn, drawn_std
-from olmo_lns.initialization.marks import Matrix, mark, marked, marks_restored_on_failure, matrices_of, unmark
+from olmo_lns.initialization.marks import (
+    Matrix,
+    mark_matrices,
+    marked_matrices,
+    marks_restored_on_failure,
+    matrices_of,
+    unmark,
+)
 from olmo_lns.initialization.plain import make_plain
 from olmo_lns.initialization.projections import residual_projections
 from olmo_lns.initialization.rule import Initialization, measure
-from olmo_lns.initialization.trained import mark_folded, trained_part
+from olmo_lns.initialization.trained import mark_folded, why_trained
 
 __all__ = [
     "Initialization",
@@ -28,13 +35,13 @@ __all__ = [
     "check_drawn",
     "drawn_std",
     "make_plain",
-    "mark",
     "mark_folded",
-    "marked",
+    "mark_matrices",
+    "marked_matrices",
     "marks_restored_on_failure",
     "matrices_of",
     "measure",
     "residual_projections",
-    "trained_part",
     "unmark",
+    "why_trained",
 ]

@@ -15,13 +15,13 @@ from typing import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-#: The attributes in which :func:`mark` records its findings on modules.
+#: The attributes in which :func:`mark_matrices` records its findings on modules.
 _MARKS = ("lns_matrices", "lns_norm")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The record that :func:`mark` leaves of a matrix, on the module that has the parameter.
+    """The record that :func:`mark_matrices` leaves of a matrix, on the module that has the parameter.
 
     :param name: name of the parameter in the block.
     :param number: number of the block, from 1.
@@ -43,7 +43,7 @@ class Matrix:
         return parts[-1] if parts else self.name
 
 
-def mark(
+def mark_matrices(
     blocks: Sequence[nn.Module], projections: Sequence[Mapping[str, int]], norms: Mapping[str, Sequence[nn.Module]]
 ) -> None:
     """Record on the modules of all blocks which matrices and norms they have.
@@ -73,14 +73,14 @@ def mark(
 
 
 def unmark(module: nn.Module) -> None:
-    """Remove what :func:`mark` recorded on a module."""
+    """Remove what :func:`mark_matrices` recorded on a module."""
     for name in _MARKS:
         vars(module).pop(name, None)
 
 
 @contextmanager
 def marks_restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Restore the records of :func:`mark` to what they were before, if the ``with`` block raises."""
+    """Restore the records of :func:`mark_matrices` to what they were before, if the ``with`` block raises."""
     before = {
         module: {name: copy.copy(vars(module)[name]) for name in _MARKS if name in vars(module)}
         for module in model.modules()
@@ -94,8 +94,8 @@ def marks_restored_on_failure(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def marked(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
-    """Yield each matrix that :func:`mark` recorded, together with its present parameter.
+def marked_matrices(model: nn.Module) -> Iterator[tuple[Matrix, torch.Tensor]]:
+    """Yield each matrix that :func:`mark_matrices` recorded, together with its present parameter.
 
     The parameter may be complete, a shard, or on the meta device.
     """

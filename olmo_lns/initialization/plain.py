@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.initialization.marks import marked
+from olmo_lns.initialization.marks import marked_matrices
 from olmo_lns.initialization.rule import MEASURABLE, Initialization, measure, spread, without_depth_factor
-from olmo_lns.initialization.trained import trained_part
+from olmo_lns.initialization.trained import why_trained
 from olmo_lns.schemes.depth_factor import INVERSE_AS_TEXT
 
 
@@ -35,7 +35,7 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
     for module in model.modules():
         if "lns_norm" in vars(module):
             norms[vars(module)["lns_norm"]].append(module)
-    if part := trained_part(norms, [(matrix.name, parameter) for matrix, parameter in marked(model)]):
+    if part := why_trained(norms, [(matrix.name, parameter) for matrix, parameter in marked_matrices(model)]):
         raise LNSConfigError(
             f"{type(model).__name__}: {part}, so the model was trained before. plain_initialization expects weights "
             "that have just been drawn. Build a new model. If this one is new, its own initialization did not reset "
@@ -61,7 +61,7 @@ def make_plain(model: nn.Module, found: Initialization | None = None) -> str:
     # not end a branch may be a choice of the user, so it is kept.
     changed = found.scaled if found.rule == "depth_scaled" else {matrix.name for matrix in found.projections}
     done: dict[Any, torch.Tensor] = {}  # a weight may be tied to another block's
-    for matrix, parameter in marked(model):
+    for matrix, parameter in marked_matrices(model):
         if matrix.name in changed and (memory := _memory(parameter)) not in done:
             done[memory] = parameter  # keeps it alive, so that no other tensor gets its address
             _multiply(parameter, without_depth_factor(matrix, found.rule))

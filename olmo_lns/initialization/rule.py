@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.initialization.marks import Matrix, full_shape, marked
+from olmo_lns.initialization.marks import Matrix, full_shape, marked_matrices
 from olmo_lns.schemes.depth_factor import KNOWN_INITIALIZATIONS, inverse_depth_factor
 
 #: Matrices with fewer elements are not measured, since their standard deviation would be too uncertain.
@@ -81,12 +81,12 @@ class Initialization:
 
 
 def measure(model: nn.Module, *, merge: bool = False) -> Initialization:
-    """Measure the matrices that :func:`mark` recorded, and recognize the rule of their initialization.
+    """Measure the matrices that :func:`mark_matrices` recorded, and recognize the rule of their initialization.
 
     :param merge: combine the measurements of all processes, so that all find the same rule. Every process must then
         call this function.
     """
-    stds = {matrix: std for matrix, parameter in marked(model) if (std := _std(parameter)) is not None}
+    stds = {matrix: std for matrix, parameter in marked_matrices(model) if (std := _std(parameter)) is not None}
     if merge and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, stds)

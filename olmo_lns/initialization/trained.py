@@ -27,7 +27,7 @@ _STEPS = 32
 _ROUNDING = 1e-5
 
 
-def trained_part(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tuple[str, torch.Tensor]] = ()) -> str:
+def why_trained(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tuple[str, torch.Tensor]] = ()) -> str:
     """Describe which weights show that a model was trained, or return ``""`` if they all look fresh.
 
     Two observations count. The gains of a fresh norm are all equal, within a block and between the blocks. Different
@@ -45,7 +45,7 @@ def trained_part(norms: Mapping[str, Sequence[nn.Module]], matrices: Iterable[tu
         shards, and partitioned or quantized weights are left out.
     :returns: the subject and the verb of a sentence for an error message.
 
-    Example: ``trained_part({"norm1": [block.norm1 for block in model.blocks]}, matrices_of(model.blocks))``.
+    Example: ``why_trained({"norm1": [block.norm1 for block in model.blocks]}, matrices_of(model.blocks))``.
     """
     if name := _trained_norm(norms):
         return f"the weights of its norm {name} are not at their start"

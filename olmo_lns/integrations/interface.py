@@ -74,16 +74,16 @@ class Integration:
         """
         with same_outcome_on_every_rank():
             located = self.locate(model, hints, any_model.locate_on_first_rank)
-        with sites.stock_on_failure(model):
+        with sites.undo_on_failure(model):
             with same_outcome_on_every_rank():
-                part = any_model.trained_part_of(model, located)
-                measured = any_model.attach(
-                    model, located, scheme, self.arithmetic_of, trained_part=part, trained=hints.trained
+                part = any_model.why_trained_of(model, located)
+                measured = any_model.scale_norms(
+                    model, located, scheme, self.arithmetic_of, why_trained=part, trained=hints.trained
                 )
                 any_model.check_without_hooks(model, located, hints.example)
                 found = any_model.describe_initialization(model, located, part)
             self.record_scheme(model, scheme)  # no process has failed
-        any_model.report(model, located, measured, found)
+        any_model.write_start_up_line(model, located, measured, found)
 
     def record_scheme(self, model: Any, scheme: Scheme) -> None:
         """Name the scheme in the config of a model, if the framework saves this config with a checkpoint."""
@@ -96,7 +96,7 @@ class Integration:
         :raises LNSConfigError: if it cannot.
         """
 
-    def remove_scheme(self, model: Any) -> None:
+    def remove_recorded_scheme(self, model: Any) -> None:
         """Remove the scheme from the config and the class of a model whose factors have been folded."""
 
     # --- plain initialization
@@ -117,7 +117,7 @@ class Integration:
         :returns: a line that describes the change.
         :raises LNSConfigError: if the weights are trained or were drawn by another rule. Nothing is changed then.
         """
-        is_marked = any(True for _ in initialization.marked(model))
+        is_marked = any(True for _ in initialization.marked_matrices(model))
         if is_marked and hints.blocks is None and hints.example is None:  # it may be sharded by now
             return initialization.make_plain(model)
         if not is_marked and any(sites.in_model(model)):
@@ -129,7 +129,7 @@ class Integration:
         located = self.locate(model, hints)
         found = nn.ModuleList(located.blocks_of(model))
         with initialization.marks_restored_on_failure(model):
-            initialization.mark(list(found), located.projections, located.norms_of(model))
+            initialization.mark_matrices(list(found), located.projections, located.norms_of(model))
             if any(map(has_no_values, model.parameters())):
                 return (
                     "plain initialization: projections found; call it again in every process once the weights are drawn"
@@ -168,4 +168,4 @@ def fold_model(
     with any_model.undisturbed(model):
         fold_norms(model, forward(), dtype)
     for part, integration in parts:
-        integration.remove_scheme(part)
+        integration.remove_recorded_scheme(part)

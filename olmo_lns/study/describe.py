@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from olmo_lns.arms import ARMS, arm_named, define_arm
+from olmo_lns.arms import ARMS, arm_from_text, define_arm
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.study import bundled_configs
 from olmo_lns.study.engines import ENGINES, Engine, Run, overrides_for
@@ -147,10 +147,10 @@ def _runs(description: Description, path: Path, engine: Engine) -> Iterable[Run]
 
     New arms of the description are added to the table of arms.
     """
-    for new in (arm_named(name) for name in description.arms):
+    for new in (arm_from_text(name) for name in description.arms):
         if new.name not in ARMS:
             define_arm(new)  # a scheme by its spelling, whose label and style the report looks up
-    arms = [(arm_named(name).name, overrides) for name, overrides in description.arms.items()]
+    arms = [(arm_from_text(name).name, overrides) for name, overrides in description.arms.items()]
     arm_names = [arm for arm, _ in arms]
     rates = _by_arm("rates", description.rates, arm_names)
     _require_names("only", description.only, description.sizes)
@@ -158,7 +158,7 @@ def _runs(description: Description, path: Path, engine: Engine) -> Iterable[Run]
     _require_names("nodes", {*description.launch.nodes} - {""}, description.sizes)
     common_seeds = [engine.default_seed] if description.seeds is None else description.seeds
     for size, size_overrides in description.sizes.items():
-        selected_arms = {arm_named(name).name for name in description.only.get(size, arm_names)}
+        selected_arms = {arm_from_text(name).name for name in description.only.get(size, arm_names)}
         _require_names("only", selected_arms, arm_names)
         more_seeds = _by_arm("more_seeds", description.more_seeds.get(size, []), arm_names)
         seeds = {arm: [*common_seeds, *more_seeds.get(arm, [])] for arm in arm_names if arm in selected_arms}
@@ -187,7 +187,7 @@ def _by_arm(key: str, value: Any, arms: list[str]) -> dict[str, Any]:
     """Return the value for each arm. A list applies to every arm."""
     if not isinstance(value, dict):
         return dict.fromkeys(arms, value)
-    by_arm = {arm_named(name).name: item for name, item in value.items()}
+    by_arm = {arm_from_text(name).name: item for name, item in value.items()}
     _require_names(key, by_arm, arms)
     return by_arm
 

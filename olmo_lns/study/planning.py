@@ -10,7 +10,7 @@ import math
 import textwrap
 from typing import Any, Mapping, Sequence
 
-from olmo_lns.arms import ARMS, arm_named
+from olmo_lns.arms import ARMS, arm_from_text
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import bundled_configs, yaml_files
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
@@ -28,7 +28,7 @@ UTILIZATION, MARGIN = 0.4, 1.25
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
     """Return a message for each of the flat settings that contradicts the definition of an arm."""
     try:
-        expected = engine.arm_settings(overrides_for(arm_named(name), engine))
+        expected = engine.arm_settings(overrides_for(arm_from_text(name), engine))
     except LNSConfigError as error:
         return [str(error)]
     actual = engine.arm_settings(settings)
@@ -141,7 +141,7 @@ def table(study: Study, runs: Sequence[Run]) -> str:
     return "\n".join([*lines, "", textwrap.fill(totals, 80)])
 
 
-def needed_data(study: Study, runs: Sequence[Run]) -> str:
+def describe_needed_data(study: Study, runs: Sequence[Run]) -> str:
     """Return the number of tokens that the longest run reads, and the command that checks the data."""
     if study.data in CORPUS_BUILDERS:
         return "data: text of this Python, which `study launch … --run` makes; nothing is downloaded"
@@ -204,7 +204,7 @@ def print_plan(
     if loaded == runs and is_description:
         compare_arms(runs)
     if loaded:
-        print(f"{table(study, loaded)}\n\n{needed_data(study, loaded)}")
+        print(f"{table(study, loaded)}\n\n{describe_needed_data(study, loaded)}")
     if study.engine.skipped_check():
         print(f"note: {study.engine.skipped_check()}")
     return problems

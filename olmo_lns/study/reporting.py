@@ -8,7 +8,7 @@ from typing import Callable, Sequence
 
 import pandas as pd
 
-from olmo_lns.arms import ARMS, BASELINE, METHOD
+from olmo_lns.arms import ARMS, BASELINE, LNS_ARM
 from olmo_lns.study.collect import COMPLETE
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Study
@@ -156,7 +156,7 @@ def figure(study: Study, runs: pd.DataFrame, path: Path) -> None:
         parameters, mean, deviation = by_size.parameters.first(), by_size.loss.mean(), by_size.loss.std().fillna(0)
         axes.errorbar(parameters, mean, deviation, fmt=style.marker, color=style.color, label=style.label, capsize=3)
     for point in [] if study.data in CORPUS_BUILDERS else published()["points"]:
-        for style in (ARMS[BASELINE], ARMS[METHOD]):
+        for style in (ARMS[BASELINE], ARMS[LNS_ARM]):
             axes.plot(point["parameters"], point[style.name], color=style.color, marker=style.marker, fillstyle="none")
         axes.annotate(f"{point['label']} (hollow)", (point["parameters"], point[BASELINE]), fontsize=7, ha="center")
     axes.set(xscale="log", xlabel="parameters", ylabel="final training loss (nats per token)", title=study.name)

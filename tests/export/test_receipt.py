@@ -13,7 +13,7 @@ from support.transformers_models import inputs, stock
 
 from olmo_lns import sites
 from olmo_lns.export.checkpoint import OpenCheckpoint
-from olmo_lns.export.receipt import FILE, measure_trained
+from olmo_lns.export.receipt import RECEIPT_FILE, measure_trained
 from olmo_lns.integrations.transformers import apply, register
 
 register()
@@ -65,7 +65,7 @@ def test_a_base_that_both_sides_lost_is_found(exports, tmp_path, capsys):
     assert verify(folder / "lns", folder / "out") == 1
     printed = capsys.readouterr().out
     assert "rotary embedding: transformers" in printed and "checkpoint: as it is loaded here" in printed
-    (folder / "out" / FILE).unlink()
+    (folder / "out" / RECEIPT_FILE).unlink()
     assert verify(folder / "lns", folder / "out") == 0, "without the receipt, two equal mistakes cannot be told"
 
 
@@ -87,7 +87,7 @@ def test_a_changed_export_is_found_without_the_checkpoint(change, exports, tmp_p
 
 
 def test_frequencies_that_one_side_lacks_are_a_difference(exports, tmp_path, capsys):
-    path = copied(exports, tmp_path) / "out" / FILE
+    path = copied(exports, tmp_path) / "out" / RECEIPT_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rotary": []}))
     assert verify(tmp_path / "out") == 1
     assert "than the exporter (none)" in capsys.readouterr().out
@@ -104,10 +104,10 @@ def test_a_narrow_export_is_judged_by_the_rounding_of_the_unfolded_model(exports
 
 def test_a_receipt_that_is_missing_or_damaged_is_named(exports, tmp_path, capsys):
     folder = copied(exports, tmp_path) / "out"
-    (folder / FILE).write_text((folder / FILE).read_text()[:100])
-    assert verify(folder) == 1 and f"{FILE} is damaged" in capsys.readouterr().err
-    (folder / FILE).unlink()
-    assert verify(folder) == 1 and f"has no {FILE}" in capsys.readouterr().err
+    (folder / RECEIPT_FILE).write_text((folder / RECEIPT_FILE).read_text()[:100])
+    assert verify(folder) == 1 and f"{RECEIPT_FILE} is damaged" in capsys.readouterr().err
+    (folder / RECEIPT_FILE).unlink()
+    assert verify(folder) == 1 and f"has no {RECEIPT_FILE}" in capsys.readouterr().err
 
 
 def test_every_spelling_is_written(exports):
@@ -168,7 +168,7 @@ def test_either_spelling_of_another_family_is_enough(family, tmp_path):
 
 def test_stock_loaders_see_no_other_file(exports):
     names = {path.name for path in (exports / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", FILE}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", RECEIPT_FILE}
 
 
 def test_a_version_that_computes_another_function_is_named(tmp_path, capsys):

@@ -135,11 +135,11 @@ def test_fresh_matrices_of_any_kind_are_fresh(fill):
     torch.manual_seed(0)
     linear = nn.Linear(64, 192, dtype=torch.bfloat16 if fill is nn.init.normal_ else None)
     fill(linear.weight)
-    assert not initialization.trained_part({}, initialization.matrices_of([linear]))
+    assert not initialization.why_trained({}, initialization.matrices_of([linear]))
 
 
 def test_one_structured_matrix_of_a_block_is_no_training():
     torch.manual_seed(0)
     block = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkvo"})
     block["table"] = nn.Embedding.from_pretrained(torch.arange(64.0).expand(64, 64))
-    assert not initialization.trained_part({}, initialization.matrices_of([block]))
+    assert not initialization.why_trained({}, initialization.matrices_of([block]))

@@ -142,7 +142,7 @@ def test_the_hook_against_the_fused_kernel_survives_a_copy_and_goes_with_the_sch
     reference = copy.deepcopy(model)
     copied = copy.deepcopy(olmo_lns.apply(model, example=X))
     check(copied, reference, in_list("layers.{0}.norm1 layers.{0}.norm2"), X)
-    sites.restore(copied)
+    sites.remove_scheme(copied)
     assert not any(module._forward_pre_hooks for module in copied.modules())
 
 

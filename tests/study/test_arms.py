@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from olmo_lns import arms, schemes
-from olmo_lns.arms import ARMS, Arm, arm_named
+from olmo_lns.arms import ARMS, Arm, arm_from_text
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
@@ -41,7 +41,7 @@ def test_scheme_and_initialization_of_an_arm_give_the_settings_of_each_framework
 
 def test_every_scheme_is_an_arm_with_plain_initialization_and_a_style_of_its_own():
     assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
-    arms = [arm_named(name) for name in schemes.names()]
+    arms = [arm_from_text(name) for name in schemes.names()]
     assert [arm.scheme.name for arm in arms] == [*schemes.names()] and {arm.initialization for arm in arms} == {"plain"}
     assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.color for a in ARMS.values()}) == len(ARMS)
 
@@ -74,4 +74,4 @@ def test_an_invalid_arm_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         arms.define_arm(replace(arm(PRE_LN, "plain"), **wrong))
     with pytest.raises(LNSConfigError, match="Unknown arm 'lnss' .did you mean 'lns'"):
-        arms.arm_named("lnss")
+        arms.arm_from_text("lnss")

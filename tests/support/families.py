@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-FILE = Path(__file__).with_name("families.json")
+FAMILIES_FILE = Path(__file__).with_name("families.json")
 VOCABULARY, WIDTH, LAYERS, LENGTH = 96, 32, 3, 6
 
 #: Value -> the fields of a config that get it. What a family does not have is left out.

@@ -20,7 +20,7 @@ Read the modules in this order. Each imports only those above it.
 from olmo_lns.integrations.any_model.example import forward, undisturbed
 from olmo_lns.integrations.any_model.finding import locate, locate_on_first_rank
 from olmo_lns.integrations.any_model.fused_kernels import ArithmeticOf, check_without_hooks
-from olmo_lns.integrations.any_model.line import report
+from olmo_lns.integrations.any_model.line import write_start_up_line
 from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.probing import structure
 from olmo_lns.integrations.any_model.refusals import (
@@ -30,12 +30,11 @@ from olmo_lns.integrations.any_model.refusals import (
     require_unwrapped,
     require_weights,
 )
-from olmo_lns.integrations.any_model.scaling import attach, describe_initialization, trained_part_of
+from olmo_lns.integrations.any_model.scaling import describe_initialization, scale_norms, why_trained_of
 
 __all__ = [
     "ArithmeticOf",
     "Located",
-    "attach",
     "check_without_hooks",
     "describe_initialization",
     "forward",
@@ -44,10 +43,11 @@ __all__ = [
     "refuse_adapted",
     "refuse_offloaded",
     "refuse_wrappers",
-    "report",
     "require_unwrapped",
     "require_weights",
+    "scale_norms",
     "structure",
-    "trained_part_of",
     "undisturbed",
+    "why_trained_of",
+    "write_start_up_line",
 ]

@@ -51,7 +51,7 @@ def locate(
     :param blocks: the blocks, if the user passed them.
     :param norms: the norms of each block from block 1, as pairs or as one norm that both branches read, if the user
         passed them.
-    :param arithmetic_of: as in :func:`attach`.
+    :param arithmetic_of: as in :func:`scale_norms`.
     :raises LNSConfigError: if no list of Pre-LN blocks is found, or if a weight is not finite.
     :raises MeasurementError: if a block cannot be run again.
     """

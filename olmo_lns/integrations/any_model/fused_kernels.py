@@ -56,7 +56,7 @@ def _differences(
     replay, factor, differing = found.replay, 0.5, []
     reference, scaled_copy = (probe.random_copy(block, replay.block, dtype=replay.dtype) for _ in range(2))
     for each in (reference, scaled_copy):
-        sites.restore(each)
+        sites.remove_scheme(each)
     for name in found.names:
         reference.get_submodule(name).register_forward_hook(
             lambda module, args, output: replace_first(output, factor * first_output(output))

@@ -12,10 +12,12 @@ from olmo_lns.measured import Measured
 from olmo_lns.processes import is_first_process
 
 
-def report(model: nn.Module, located: Located, measured: Collection[Measured], initialization: str = "") -> None:
+def write_start_up_line(
+    model: nn.Module, located: Located, measured: Collection[Measured], initialization: str = ""
+) -> None:
     """Write the start-up line in the first process.
 
-    :param measured: what was measured, from :func:`attach`.
+    :param measured: what was measured, from :func:`scale_norms`.
     :param initialization: what the line says about the initialization.
     """
     if not is_first_process():

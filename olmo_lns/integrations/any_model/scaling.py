@@ -19,20 +19,20 @@ from olmo_lns.scaled import Scaled, forbid_fused_kernels, scale
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
 
-def attach(
+def scale_norms(
     model: nn.Module,
     located: Located,
     scheme: Scheme,
     arithmetic_of: ArithmeticOf = lambda norm: None,
     *,
-    trained_part: str = "",
+    why_trained: str = "",
     trained: bool | None = None,
 ) -> set[Measured]:
     """Scale the norms of a model. If they have the scheme already, measure them again.
 
     :param located: the norms, from :func:`locate`.
     :param arithmetic_of: a function that returns the arithmetic of a norm, or None if it is unknown.
-    :param trained_part: the result of :func:`trained_part_of`, or ``""`` if ``trained`` is not None.
+    :param why_trained: the result of :func:`why_trained_of`, or ``""`` if ``trained`` is not None.
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: what was measured.
     :raises CheckpointMismatchError: if the weights were trained without a factor.
@@ -52,12 +52,12 @@ def attach(
     is_attached = not scaled_norms.isdisjoint(norms.values())  # another tower may have the scheme already
     if not is_attached:
         source = getattr(model, "name_or_path", "") or type(model).__name__
-        records.refuse_trained(trained_part, scheme, source=source, trained=trained)
+        records.require_untrained(why_trained, scheme, source=source, trained=trained)
     measured = {Measured.SITES} if located.sites_from == "probe" else set[Measured]()
     # A norm may keep something in its attributes when it is measured.
-    with shadow.real_default_device(model), sites.stock_on_failure(model), restored(nn.ModuleList(norms.values())):
+    with shadow.real_default_device(model), sites.undo_on_failure(model), restored(nn.ModuleList(norms.values())):
         if located.projections:
-            initialization.mark(located.blocks_of(model), located.projections, located.norms_of(model))
+            initialization.mark_matrices(located.blocks_of(model), located.projections, located.norms_of(model))
         for number, (names, shape) in enumerate(zip(located.norms, located.shapes, strict=True), start=1):
             for name in names:
                 read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
@@ -82,7 +82,7 @@ def attach(
                         f"{where}: {scheme} has one factor for attention and another for the feed-forward, but both "
                         "branches read this norm. Expected one factor. Use a scheme that treats both branches alike."
                     )
-                sites.mark(norm, *norm_sites)
+                sites.store(norm, *norm_sites)
                 factor, arithmetic = factors.pop(), arithmetic_of(norm)
                 measured |= scale(norm, factor, where=where, width=width, shape=shape, arithmetic=arithmetic)
                 if name in located.hooked:
@@ -91,19 +91,19 @@ def attach(
     return measured
 
 
-def trained_part_of(model: nn.Module, located: Located) -> str:
-    """Describe which weights show that a model was trained (:func:`olmo_lns.initialization.trained_part`)."""
-    return initialization.trained_part(located.norms_of(model), initialization.matrices_of(located.blocks_of(model)))
+def why_trained_of(model: nn.Module, located: Located) -> str:
+    """Describe which weights show that a model was trained (:func:`olmo_lns.initialization.why_trained`)."""
+    return initialization.why_trained(located.norms_of(model), initialization.matrices_of(located.blocks_of(model)))
 
 
-def describe_initialization(model: nn.Module, located: Located, trained_part: str) -> str:
+def describe_initialization(model: nn.Module, located: Located, why_trained: str) -> str:
     """Return what the start-up line says about the initialization, or ``""`` for trained weights.
 
-    :param trained_part: the result of :func:`trained_part_of`.
+    :param why_trained: the result of :func:`why_trained_of`.
     """
     if located.projections and any(map(shadow.has_no_values, model.parameters())):
         return "scaled initialization: call olmo_lns.plain_initialization(model) once the weights are drawn"
-    return "" if trained_part else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
+    return "" if why_trained else str(initialization.measure(nn.ModuleList(located.blocks_of(model))))
 
 
 def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> frozenset[Measured]:
@@ -113,7 +113,7 @@ def _measure(norm: Any, width: int, shape: tuple[int, ...], where: str) -> froze
     :raises MeasurementError: if its output is not its factor times the output of the stock norm.
     """
     stock = copy.deepcopy(norm)
-    sites.restore(stock)
+    sites.remove_scheme(stock)
     found, expected = (measure_response(each, width, shape) for each in (norm, stock))
     if problem := found.problem(expected, getattr(norm, "lns_scale", 1.0)):
         raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from olmo_lns import hook
-from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.flags import MegatronFlags
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.schemes import DEFAULT_EXPONENT
 
@@ -115,7 +115,7 @@ def apply(
     register()
     from olmo_lns.integrations.megatron.model import apply_to
 
-    return apply_to(target, Selection(True, exponent, keep_scaled_init).validated(), trained)
+    return apply_to(target, MegatronFlags(True, exponent, keep_scaled_init).validated(), trained)
 
 
 def plain_initialization(config: Any) -> None:
@@ -129,11 +129,11 @@ def plain_initialization(config: Any) -> None:
     """
     register()
     from olmo_lns.integrations.megatron.command_line import CORE_MODULES
-    from olmo_lns.integrations.megatron.configs import mark_config
+    from olmo_lns.integrations.megatron.configs import store_flags
 
     config = getattr(config, "transformer", config)
     hook.require_wrapped("megatron", CORE_MODULES)
-    mark_config(config, Selection(no_scaled_init=True))
+    store_flags(config, MegatronFlags(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal
 

@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 from olmo_lns.environment import ALLOW_MISMATCH, is_set
 from olmo_lns.integrations.megatron.command_line import TEACHER_LOAD_ARGUMENT, launched_arguments
-from olmo_lns.integrations.megatron.flags import FLAGS, LNS_FLAG, Selection
+from olmo_lns.integrations.megatron.flags import FLAGS, LNS_FLAG, MegatronFlags
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.records import require_same
 from olmo_lns.schemes import Scheme
@@ -26,7 +26,7 @@ _arguments_are_replaced: ContextVar[bool] = ContextVar("_arguments_are_replaced"
 
 
 def wrap_load_args(original: Function) -> Function:
-    """Wrap ``load_args_from_checkpoint``: use the checkpoint's selection if the command line has no flag for one."""
+    """Wrap ``load_args_from_checkpoint``: use the checkpoint's flags if the command line has no flag for one."""
 
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         token = _arguments_are_replaced.set(True)
@@ -36,11 +36,11 @@ def wrap_load_args(original: Function) -> Function:
             _arguments_are_replaced.reset(token)
         # The result is no tuple if there is no checkpoint, or if it has no arguments. If a mismatch is allowed, the
         # command line decides.
-        saved = Selection.of_saved(result[1]) if isinstance(result, tuple) else Selection()
+        saved = MegatronFlags.of_saved(result[1]) if isinstance(result, tuple) else MegatronFlags()
         has_flags = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
-        if not has_flags and Selection.of(args) == Selection() != saved and not is_set(ALLOW_MISMATCH):
+        if not has_flags and MegatronFlags.of(args) == MegatronFlags() != saved and not is_set(ALLOW_MISMATCH):
             saved.store(args)
-            print_once(f"from the checkpoint's arguments: {saved.flags}")
+            print_once(f"from the checkpoint's arguments: {saved.command_line}")
         return result
 
     return load_args_from_checkpoint
@@ -65,7 +65,7 @@ def wrap_load_base(original: Function) -> Function:
         if has_no_arguments or not state:
             return result
         is_teacher = folder is not None and folder == getattr(running, TEACHER_LOAD_ARGUMENT, None)
-        compare(state.get("args"), Selection() if is_teacher else Selection.of(running), result[1] or folder)
+        compare(state.get("args"), MegatronFlags() if is_teacher else MegatronFlags.of(running), result[1] or folder)
         return result
 
     return _load_base_checkpoint
@@ -105,7 +105,7 @@ def wrap_load_modelopt(original: Function) -> Function:
         if arguments_read:
             running = launched_arguments()
             load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
-            selected = Selection() if load_arg == TEACHER_LOAD_ARGUMENT else Selection.of(running)
+            selected = MegatronFlags() if load_arg == TEACHER_LOAD_ARGUMENT else MegatronFlags.of(running)
             saved = next((each for each in arguments_read if each is not None), None)
             compare(saved, selected, getattr(running, load_arg))
         return result
@@ -113,15 +113,15 @@ def wrap_load_modelopt(original: Function) -> Function:
     return load_modelopt_checkpoint
 
 
-def compare(saved: Any, running: Selection, source: object) -> None:
+def compare(saved: Any, running: MegatronFlags, source: object) -> None:
     """Check that a checkpoint has the scheme of the run.
 
     :param saved: the arguments in the checkpoint, or None if it has none.
-    :param running: the selection of the run.
+    :param running: the flags of the run.
     :param source: path of the checkpoint, for the message.
     :raises CheckpointMismatchError: if the schemes differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
     """
-    selection = Selection.of_saved(saved)
-    flags = selection.flags if selection.layernorm_scaling else f"without {LNS_FLAG}"
-    scheme: Scheme | None = None if saved is None else selection.scheme
-    require_same(scheme, running.scheme, source=source, setting=lambda scheme: flags)
+    flags = MegatronFlags.of_saved(saved)
+    words = flags.command_line if flags.layernorm_scaling else f"without {LNS_FLAG}"
+    scheme: Scheme | None = None if saved is None else flags.scheme
+    require_same(scheme, running.scheme, source=source, setting=lambda scheme: words)

@@ -1,4 +1,4 @@
-"""Add options to Megatron's parser, and mark the ``TransformerConfig`` that Megatron makes from the arguments."""
+"""Add options to Megatron's parser, and store their values in the ``TransformerConfig`` of the arguments."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 from typing import Any, Callable
 
 from olmo_lns import hook
-from olmo_lns.integrations.megatron.configs import mark_config
-from olmo_lns.integrations.megatron.flags import Selection, add_flags
+from olmo_lns.integrations.megatron.configs import store_flags
+from olmo_lns.integrations.megatron.flags import MegatronFlags, add_flags
 from olmo_lns.integrations.megatron.printing import print_once
 
 Function = Callable[..., Any]
@@ -30,17 +30,17 @@ def wrap_add_arguments(original: Function) -> Function:
 
 
 def wrap_config_from_args(original: Function) -> Function:
-    """Wrap ``core_transformer_config_from_args``: mark the config with the selection in the arguments."""
+    """Wrap ``core_transformer_config_from_args``: store the flags of the arguments in the config."""
 
     def core_transformer_config_from_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         config = original(args, *rest, **kwargs)
-        if (selection := Selection.of(args).validated()) == Selection():
+        if (flags := MegatronFlags.of(args).validated()) == MegatronFlags():
             return config
         hook.require_wrapped("megatron", TRAINING_MODULES)
         if _is_teacher(args):
             print_once("ModelOpt's teacher: no LayerNorm Scaling")
         else:
-            mark_config(config, selection)
+            store_flags(config, flags)
         return config
 
     return core_transformer_config_from_args

@@ -1,7 +1,7 @@
-"""Mark Megatron's ``TransformerConfig`` with a selection, and refuse settings that a scheme does not support.
+"""Store flags in Megatron's ``TransformerConfig``, and refuse settings that a scheme does not support.
 
-A marked config has the fields of a ``Selection`` as attributes. :mod:`olmo_lns.integrations.megatron.model` applies the
-scheme to every language model that is built from a marked config.
+A config with flags has the fields of ``MegatronFlags`` as attributes. :mod:`olmo_lns.integrations.megatron.model`
+applies the scheme to every language model that is built from such a config.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.flags import MegatronFlags
 
-BYPASSED = "it reads the norm's parameters without calling the norm"
+NORM_NOT_CALLED = "it reads the norm's parameters without calling the norm"
 _NO_STREAM = "hyper-connections have no single residual stream"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
 #: Attribute of the config -> the reason against LayerNorm Scaling with it.
 _REFUSED = {
-    "use_transformer_engine_op_fuser": BYPASSED,
-    "inference_fuse_tp_communication": BYPASSED,
+    "use_transformer_engine_op_fuser": NORM_NOT_CALLED,
+    "inference_fuse_tp_communication": NORM_NOT_CALLED,
     "enable_mhc_connections": _NO_STREAM,
     "enable_hyper_connections": _NO_STREAM,
     "heterogeneous_block_specs": _NO_DEPTH,
@@ -44,7 +44,7 @@ def check_config(config: Any) -> None:
     environment.check()
     refused = {name: reason for name, reason in _REFUSED.items() if getattr(config, name, None)}
     if getattr(config, "transformer_impl", "") == "inference_optimized":
-        refused["transformer_impl"] = BYPASSED
+        refused["transformer_impl"] = NORM_NOT_CALLED
     for name, reason in refused.items():
         setting = f"{name}={getattr(config, name)!r}"
         raise LNSConfigError(
@@ -52,8 +52,8 @@ def check_config(config: Any) -> None:
         )
 
 
-def mark_config(target: Any, selection: Selection) -> None:
-    """Store a selection in a config.
+def store_flags(target: Any, flags: MegatronFlags) -> None:
+    """Store flags in a config.
 
     :param target: a ``TransformerConfig``, or an object that has one in its attribute ``transformer``.
     :raises LNSConfigError: if ``target`` is neither, or if the config has another scheme or an unsupported setting.
@@ -64,12 +64,12 @@ def mark_config(target: Any, selection: Selection) -> None:
             f"The argument has the type {type(target).__name__}. Expected a TransformerConfig, a built model or its "
             "chunks. Pass one of them."
         )
-    current = Selection.of(config)
-    if current.layernorm_scaling and selection.layernorm_scaling and current.scheme != selection.scheme:
+    current = MegatronFlags.of(config)
+    if current.layernorm_scaling and flags.layernorm_scaling and current.scheme != flags.scheme:
         raise LNSConfigError(
             f"This {type(config).__name__} has the scheme {current.scheme} already. Make a new config."
         )
-    if selection.layernorm_scaling:
+    if flags.layernorm_scaling:
         check_config(config)
-    chosen = selection if selection.layernorm_scaling else current
-    replace(chosen, no_scaled_init=current.no_scaled_init or selection.no_scaled_init).validated().store(config)
+    chosen = flags if flags.layernorm_scaling else current
+    replace(chosen, no_scaled_init=current.no_scaled_init or flags.no_scaled_init).validated().store(config)

@@ -1,7 +1,7 @@
-"""Define the command-line options, and the selection of a scheme and an initialization that they make.
+"""Define the command-line options, and the scheme and the initialization that they select.
 
-A selection passes from the command line to Megatron's ``args``, from there to the ``TransformerConfig``, and with
-``args`` into the checkpoint. The names of its attributes are the same in all these places.
+Their values pass from the command line to Megatron's ``args``, from there to the ``TransformerConfig``, and with
+``args`` into the checkpoint. The attributes of :class:`MegatronFlags` have the same names in all these places.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_factor
 
-#: Option strings, in the order of ``Selection``'s fields.
+#: Option strings, in the order of the fields of :class:`MegatronFlags`.
 FLAGS = LNS_FLAG, EXPONENT_FLAG, KEEP_FLAG, PLAIN_FLAG = (
     "--layernorm-scaling",
     "--layernorm-scaling-exponent",
@@ -23,8 +23,8 @@ FLAGS = LNS_FLAG, EXPONENT_FLAG, KEEP_FLAG, PLAIN_FLAG = (
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The selected scheme and initialization."""
+class MegatronFlags:
+    """The values of this package's command-line options, which select a scheme and an initialization."""
 
     layernorm_scaling: bool = False
     layernorm_scaling_exponent: float = DEFAULT_EXPONENT
@@ -32,14 +32,14 @@ class Selection:
     no_scaled_init: bool = False
 
     @classmethod
-    def of(cls, holder: Any) -> Selection:
-        """Read the selection from parsed arguments or a marked config."""
+    def of(cls, holder: Any) -> MegatronFlags:
+        """Read the flags from parsed arguments or a config."""
         values = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
-    def of_saved(cls, arguments: Any) -> Selection:
-        """Read the selection from the arguments of a checkpoint.
+    def of_saved(cls, arguments: Any) -> MegatronFlags:
+        """Read the flags from the arguments of a checkpoint.
 
         :raises LNSConfigError: if a development version saved them with another scheme.
         """
@@ -61,9 +61,9 @@ class Selection:
         return Scheme.of(LNS.name, exponent=self.layernorm_scaling_exponent) if active else PRE_LN
 
     @property
-    def flags(self) -> str:
-        """The command-line options that make this selection."""
-        values = zip(FLAGS, vars(self).values(), vars(Selection()).values(), strict=True)
+    def command_line(self) -> str:
+        """The command-line options that have these values."""
+        values = zip(FLAGS, vars(self).values(), vars(MegatronFlags()).values(), strict=True)
         changed = [(flag, value) for flag, value, default in values if value != default]
         return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in changed)
 
@@ -72,10 +72,10 @@ class Selection:
         """True if the residual output projections are initialized plainly, without std/sqrt(2L)."""
         return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
-    def validated(self) -> Selection:
-        """Return the selection itself after a check.
+    def validated(self) -> MegatronFlags:
+        """Return the flags themselves after a check.
 
-        :raises LNSConfigError: if its fields contradict each other.
+        :raises LNSConfigError: if they contradict each other.
         """
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
             raise LNSConfigError(f"{KEEP_FLAG} and {PLAIN_FLAG} contradict each other. Pass one of them.")
@@ -83,8 +83,10 @@ class Selection:
             lns_factor(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
             raise LNSConfigError(f"{EXPONENT_FLAG}: {error}") from None
-        if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Selection():
-            raise LNSConfigError(f"{self.flags} has no effect without {LNS_FLAG}. Add {LNS_FLAG}, or remove the other.")
+        if not self.layernorm_scaling and replace(self, no_scaled_init=False) != MegatronFlags():
+            raise LNSConfigError(
+                f"{self.command_line} has no effect without {LNS_FLAG}. Add {LNS_FLAG}, or remove the other."
+            )
         return self
 
 

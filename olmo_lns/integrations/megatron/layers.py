@@ -24,11 +24,11 @@ from torch import nn
 
 from olmo_lns import records, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.initialization import check_drawn, matrices_of, trained_part
+from olmo_lns.initialization import check_drawn, matrices_of, why_trained
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.megatron import norms
-from olmo_lns.integrations.megatron.configs import BYPASSED, check_config
-from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.configs import NORM_NOT_CALLED, check_config
+from olmo_lns.integrations.megatron.flags import MegatronFlags
 from olmo_lns.integrations.megatron.language_models import LANGUAGE_MODELS
 from olmo_lns.integrations.megatron.module_names import LAYER
 from olmo_lns.integrations.megatron.printing import print_once
@@ -93,25 +93,25 @@ class Placed:
     config: Any
 
 
-def attach_to_new(model: Any, selection: Selection) -> None:
+def attach_to_new(model: Any, flags: MegatronFlags) -> None:
     """Scale and measure the norms of a model at the end of its constructor, and print the start-up line.
 
-    The constructor has just drawn the weights under ``selection``, so their initialization is measured as well.
+    The constructor has just drawn the weights under ``flags``, so their initialization is measured as well.
 
     :raises LNSConfigError: if LayerNorm Scaling does not support a layer or a setting. The model is left unchanged.
     :raises MeasurementError: if a norm or the initialization is measured to be wrong. The model is left unchanged.
     """
     placed = _place_norms(model)
-    with sites.stock_on_failure(model):
-        measured = _scale(placed, selection) | check_initialization(model, placed.config)
+    with sites.undo_on_failure(model):
+        measured = _scale(placed, flags) | check_initialization(model, placed.config)
     initialization = "scaled initialization kept (std/sqrt(2L) for output projections)"
-    if selection.scaled_init_off:
+    if flags.scaled_init_off:
         width = ", MuP's width factor kept" if getattr(placed.config, "use_mup", False) else ""
         initialization = f"scaled initialization off (output projections: init_method{width})"
-    _report(model, placed, measured, initialization)
+    _write_start_up_line(model, placed, measured, initialization)
 
 
-def attach_to_built(model: Any, selection: Selection, *, trained: bool | None = None) -> int:
+def attach_to_built(model: Any, flags: MegatronFlags, *, trained: bool | None = None) -> int:
     """Scale and measure the norms of a model that is built already, and print the start-up line.
 
     :param model: a language model, or a part of one.
@@ -123,11 +123,13 @@ def attach_to_built(model: Any, selection: Selection, *, trained: bool | None = 
     """
     placed = _place_norms(model)
     by_sub_layer = {name: [each.module for each in placed.norms if each.sub_layer == name] for name in SUB_LAYERS}
-    part = trained_part(by_sub_layer, matrices_of(layers_of(model)))
-    records.refuse_trained(part, selection.scheme, source=type(model).__name__, trained=trained)
-    with sites.stock_on_failure(model):
-        measured = _scale(placed, selection)
-    _report(model, placed, measured, "" if part or trained else describe_initialization(model, placed.config))
+    part = why_trained(by_sub_layer, matrices_of(layers_of(model)))
+    records.require_untrained(part, flags.scheme, source=type(model).__name__, trained=trained)
+    with sites.undo_on_failure(model):
+        measured = _scale(placed, flags)
+    _write_start_up_line(
+        model, placed, measured, "" if part or trained else describe_initialization(model, placed.config)
+    )
     return len(placed.norms)
 
 
@@ -148,21 +150,21 @@ def _place_norms(model: Any) -> Placed:
     return Placed(found, _check_numbers(model, config, found), config)
 
 
-def _scale(placed: Placed, selection: Selection) -> set[Measured]:
-    """Scale, measure and mark the norms, and return what was measured of all of them."""
+def _scale(placed: Placed, flags: MegatronFlags) -> set[Measured]:
+    """Scale and measure the norms, store their sites, and return what was measured of all of them."""
     by_norm: list[frozenset[Measured]] = []
     for norm in placed.norms:
-        site = sites.Site(selection.scheme, norm.block, placed.n_layers, norm.sub_layer)
+        site = sites.Site(flags.scheme, norm.block, placed.n_layers, norm.sub_layer)
         width = int(placed.config.hidden_size)
         by_norm.append(norms.scale(norm.module, site.plan.norm_scale, where=site, width=width))
-        sites.mark(norm.module, site)
+        sites.store(norm.module, site)
     measured = set[Measured]().union(*by_norm)
     if len({Measured.GRADIENT in each for each in by_norm}) == 2:  # some norms are fused
         measured = measured - {Measured.GRADIENT} | {Measured.GRADIENT_UNLESS_FUSED}
     return measured
 
 
-def _report(model: Any, placed: Placed, measured: set[Measured], initialization: str) -> None:
+def _write_start_up_line(model: Any, placed: Placed, measured: set[Measured], initialization: str) -> None:
     """Print the start-up line.
 
     :param initialization: what the line says about the initialization.
@@ -243,11 +245,13 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
     """
     names = LAYER[sub_layer]
     holder = getattr(layer, names.module)
-    for module in (holder, *(getattr(holder, linear, None) for linear in names.fused)):
+    for module in (holder, *(getattr(holder, linear, None) for linear in names.may_contain_norm)):
         for base in type(module).__mro__:
             if base.__name__.startswith(("TEFusedMLP", "Inference")):
-                raise _refuse(layer, f"has a {base.__name__} in its {names.module}, and {BYPASSED}. Use another spec")
-    candidates = {f"{names.module}.{linear}": getattr(holder, linear, None) for linear in names.fused}
+                raise _refuse(
+                    layer, f"has a {base.__name__} in its {names.module}, and {NORM_NOT_CALLED}. Use another spec"
+                )
+    candidates = {f"{names.module}.{linear}": getattr(holder, linear, None) for linear in names.may_contain_norm}
     present: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
     if not _is_absent(standalone := getattr(layer, names.norm, None)):
         present[names.norm] = standalone

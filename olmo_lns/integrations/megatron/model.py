@@ -1,8 +1,8 @@
 """Scale the norms of Megatron's language models when they are built, and check the finished model.
 
-The flags, or :func:`~olmo_lns.integrations.megatron.apply`, mark a config. If a language model is built from a marked
-config, its wrapped constructor scales the norms at its end. At that time, the model is not yet wrapped for mixed
-precision, DDP or FSDP, and no weights are loaded.
+The command line, or :func:`~olmo_lns.integrations.megatron.apply`, stores flags in a config. If a language model is
+built from such a config, its wrapped constructor scales the norms at its end. At that time, the model is not yet
+wrapped for mixed precision, DDP or FSDP, and no weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import layers
 from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_arguments
-from olmo_lns.integrations.megatron.configs import check_config, is_config, mark_config
-from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, Selection
+from olmo_lns.integrations.megatron.configs import check_config, is_config, store_flags
+from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, MegatronFlags
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.measured import describe
 from olmo_lns.processes import raise_on_every_rank
@@ -34,18 +34,18 @@ def wrap_model_init(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = _marked_config(signature, self, *args, **kwargs)
+        config = _config_with_flags(signature, self, *args, **kwargs)
         if config is None:
             return original(self, *args, **kwargs)
-        selection = Selection.of(config)
-        if selection.layernorm_scaling:
+        flags = MegatronFlags.of(config)
+        if flags.layernorm_scaling:
             check_config(config)
-        if selection.scaled_init_off:
+        if flags.scaled_init_off:
             config.output_layer_init_method = config.init_method
         original(self, *args, **kwargs)
-        if selection.layernorm_scaling:
+        if flags.layernorm_scaling:
             if not any(sites.in_model(self)):  # otherwise the base class's constructor did it
-                layers.attach_to_new(self, selection)
+                layers.attach_to_new(self, flags)
         else:
             checked = layers.check_initialization(self, config)
             print_once(
@@ -57,14 +57,14 @@ def wrap_model_init(original: Function) -> Function:
     return __init__
 
 
-def _marked_config(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """Return the marked ``TransformerConfig`` among the arguments of a constructor, or None if there is none."""
+def _config_with_flags(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """Return the ``TransformerConfig`` with flags among the arguments of a constructor, or None if there is none."""
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError:  # the constructor raises its own error
         return None
     configs = filter(is_config, (*call.args, *call.kwargs.values()))
-    return next((config for config in configs if Selection.of(config) != Selection()), None)
+    return next((config for config in configs if MegatronFlags.of(config) != MegatronFlags()), None)
 
 
 # --- the finished model ---------------------------------------------------------------------------------------------
@@ -81,32 +81,32 @@ def wrap_model_built(original: Function) -> Function:
         result = original(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
-        requested = Selection.of(launched_arguments())
-        # The selection is read from the configs. A pipeline stage without a layer has no site, but its arguments are
+        requested = MegatronFlags.of(launched_arguments())
+        # The flags are read from the configs. A pipeline stage without a layer has no site, but its arguments are
         # compared on load as well.
         configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
-        marked = {Selection.of(config) for config in filter(is_config, configs)} - {Selection()}
-        applied = next((selection for selection in marked if selection.layernorm_scaling), None)
+        in_configs = {MegatronFlags.of(config) for config in filter(is_config, configs)} - {MegatronFlags()}
+        applied = next((flags for flags in in_configs if flags.layernorm_scaling), None)
         words = [word for word in sys.argv[1:] if word.split("=")[0] in (LNS_FLAG, PLAIN_FLAG)]
-        flags = requested.flags or " ".join(words)
+        passed = requested.command_line or " ".join(words)
         if requested.layernorm_scaling:
             _check_stages(chunks, requested)
-        elif flags and not marked:
+        elif passed and not in_configs:
             raise LNSConfigError(
-                f"{flags} was passed, but the config of this model does not come from Megatron's arguments, as under "
+                f"{passed} was passed, but the config of this model does not come from Megatron's arguments, as under "
                 "--yaml-cfg. Pass Megatron's settings as flags, or call olmo_lns.integrations.megatron.apply(config) "
                 "before the model is built."
             )
         elif applied is not None:
             _check_stages(chunks, applied)
             applied.store(launched_arguments())
-            print_once(f"apply() switched LayerNorm Scaling on. Checkpoints will record {applied.flags}.")
+            print_once(f"apply() switched LayerNorm Scaling on. Checkpoints will record {applied.command_line}.")
         return result
 
     return build
 
 
-def _check_stages(chunks: list[Any], selection: Selection) -> None:
+def _check_stages(chunks: list[Any], flags: MegatronFlags) -> None:
     """Check the scheme and the blocks of all pipeline stages. The errors are raised on every rank.
 
     :raises MeasurementError: if a stage was built with another scheme.
@@ -115,8 +115,8 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
     problem, sites_here = "", []
     try:
         for chunk in chunks:
-            if (scheme := sites.read_back(chunk)) not in (selection.scheme, PRE_LN):
-                problem = f"{selection.scheme} was selected, but the model was built with {scheme}."
+            if (scheme := sites.read_back(chunk)) not in (flags.scheme, PRE_LN):
+                problem = f"{flags.scheme} was selected, but the model was built with {scheme}."
             sites_here += [(each.site.layer_number, each.site.n_layers) for each in sites.in_model(chunk)]
     except Exception as error:
         problem = str(error)
@@ -142,33 +142,33 @@ def _check_stages(chunks: list[Any], selection: Selection) -> None:
 # --- for scripts that build models ----------------------------------------------------------------------------------
 
 
-def apply_to(target: Any, selection: Selection, trained: bool | None = None) -> int:
-    """Mark a config, or scale the norms of a built model or of its chunks.
+def apply_to(target: Any, flags: MegatronFlags, trained: bool | None = None) -> int:
+    """Store flags in a config, or scale the norms of a built model or of its chunks.
 
     :returns: the number of scaled norms, which is 0 for a config.
     :raises LNSConfigError: if a model has another scheme already.
     """
     if isinstance(target, (list, tuple)):
-        return sum(apply_to(each, selection, trained) for each in target)
+        return sum(apply_to(each, flags, trained) for each in target)
     hook.require_wrapped("megatron", CORE_MODULES)
     if not isinstance(target, nn.Module):
-        mark_config(target, selection)
+        store_flags(target, flags)
         return 0
     with unchanged_on_failure(target):
-        return sum(_apply_to_model(model, selection, trained) for model in layers.models_in(target))
+        return sum(_apply_to_model(model, flags, trained) for model in layers.models_in(target))
 
 
 @contextlib.contextmanager
 def unchanged_on_failure(module: nn.Module) -> Iterator[None]:
     """Remove the scheme from a model and from its configs if the ``with`` block raises or is interrupted."""
     configs = {id(config): config for each in module.modules() if is_config(config := vars(each).get("config"))}
-    names = vars(Selection())
+    names = vars(MegatronFlags())
     before = {
         number: {name: value for name, value in vars(config).items() if name in names}
         for number, config in configs.items()
     }
     try:
-        with sites.stock_on_failure(module):
+        with sites.undo_on_failure(module):
             yield
     except BaseException:
         for number, config in configs.items():
@@ -178,16 +178,16 @@ def unchanged_on_failure(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _apply_to_model(model: Any, selection: Selection, trained: bool | None) -> int:
+def _apply_to_model(model: Any, flags: MegatronFlags, trained: bool | None) -> int:
     current = sites.read_back(model)
-    if not current.is_pre_ln and current != selection.scheme:
+    if not current.is_pre_ln and current != flags.scheme:
         raise LNSConfigError(
-            f"{type(model).__name__} has the scheme {current} already, not {selection.scheme}. Build a new model."
+            f"{type(model).__name__} has the scheme {current} already, not {flags.scheme}. Build a new model."
         )
     if current.is_pre_ln:
-        count = layers.attach_to_built(model, selection, trained=trained)
+        count = layers.attach_to_built(model, flags, trained=trained)
     else:
         count = len(list(sites.in_model(model)))
     if hasattr(model, "config"):
-        selection.store(model.config)
+        flags.store(model.config)
     return count

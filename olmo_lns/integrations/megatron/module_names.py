@@ -14,13 +14,13 @@ class SubLayerNames:
 
     :param norm: the norm before the sub-layer, if it is a module of the layer.
     :param module: the module of the sub-layer.
-    :param fused: linear layers in ``module``. One of them may contain the norm instead.
+    :param may_contain_norm: linear layers in ``module``. One of them contains the norm if ``norm`` is no module.
     :param output: the linear layer in ``module`` whose output is added to the stream.
     """
 
     norm: str
     module: str
-    fused: tuple[str, ...]
+    may_contain_norm: tuple[str, ...]
     output: str
 
 

@@ -1,4 +1,4 @@
-"""OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
+"""OLMo's blocks and norms under a scheme: :func:`attach_to_block` turns a block that OLMo has built into the scheme's.
 
 A scheme that only multiplies the norm before a sub-layer changes the two norms, and the block keeps its class. Any
 other scheme replaces the block's ``forward`` by the equation of its plan (:mod:`olmo_lns.schemes.plan`). With the plan
@@ -288,7 +288,7 @@ def replace_forward(block: Any, plans: dict[str, Plan]) -> None:
     block.__class__ = picklable_subclass(SchemeBlock, block.__class__)
 
 
-def attach(block: Any, scheme: Scheme, layer_number: int) -> set[Measured]:
+def attach_to_block(block: Any, scheme: Scheme, layer_number: int) -> set[Measured]:
     """Change a block that OLMo has built to the block of ``scheme``, in place.
 
     :param layer_number: 1-based, global.
@@ -304,9 +304,9 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> set[Measured]:
             site, norm = Site(scheme, layer_number, config.n_layers, sub_layer), getattr(block, NORMS[sub_layer])
             width, arithmetic = config.d_model, arithmetic_of(norm)
             measured |= scale(norm, site.plan.norm_scale, where=site, width=width, arithmetic=arithmetic)
-            sites.mark(norm, site)
+            sites.store(norm, site)
         return measured
-    sites.mark(block, *(SubLayer(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS))
+    sites.store(block, *(SubLayer(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS))
     plans = {sub_layer: scheme.plan(layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS}
     for sub_layer, plan in plans.items():
         if plan.norm_count == 2:

@@ -33,7 +33,7 @@ class OLMo(Integration):
         base = norm_types.base_type(model.config.layer_norm_type)
         model.config.layer_norm_type = LayerNormType[norm_types.type_name(scheme, base)]
 
-    def remove_scheme(self, model: Any) -> None:
+    def remove_recorded_scheme(self, model: Any) -> None:
         """Give the config OLMo's own names, so that a model that is built from it applies no factor again."""
         from olmo.model import OLMo as StockOLMo
 

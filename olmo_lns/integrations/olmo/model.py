@@ -44,16 +44,16 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         weights_drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with norm_types.stock_names(config):
             init(self, config, *args, **kwargs)
-            measured = _attach(self, scheme, initialization, weights_drawn) if selected else set()
+            measured = _attach_to_model(self, scheme, initialization, weights_drawn) if selected else set()
         number = id(config)
         _built[number] = weakref.ref(config, lambda _: _built.pop(number, None))
         if measured or not scheme.is_pre_ln:  # not for a baseline whose checkpoint is opened, as nothing was drawn
-            start_up_line.write(_line(self, scheme, initialization, measured))
+            start_up_line.write(_compose_start_up_line(self, scheme, initialization, measured))
 
     return wrapped
 
 
-def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> set[Measured]:
+def _attach_to_model(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> set[Measured]:
     """Attach the requested scheme to a model that OLMo has just built.
 
     :param weights_drawn: true if OLMo has drawn the weights. :returns: what was measured.
@@ -70,7 +70,7 @@ def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool
             where = f"block {number}"
             found = blocks.check_forward(block, where, only_scales_norms=only_scales_norms, earlier=found)
             measured.add(Measured.BLOCK if found is None else Measured.SITES)
-            measured |= blocks.attach(block, scheme, number)
+            measured |= blocks.attach_to_block(block, scheme, number)
         sites.require_complete(model, scheme, model.config.n_layers)
     model.lns_initialization = initialization
     if weights_drawn and _finish_draw(model):
@@ -78,7 +78,7 @@ def _attach(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool
     return measured
 
 
-def _line(model: Any, scheme: Scheme, initialization: str, measured: set[Measured]) -> str:
+def _compose_start_up_line(model: Any, scheme: Scheme, initialization: str, measured: set[Measured]) -> str:
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
     text = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
     if scheme.is_pre_ln:

@@ -86,7 +86,7 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
     return layout
 
 
-def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
+def attach_to_block(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
     """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core built from it, and measure the block.
 
     :param block: the block, which is changed.
@@ -115,7 +115,7 @@ def attach(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: i
                 plan_without_factor=layout.plan,
                 factor_name=layout.factor_name,
             )
-            sites.mark(norm, site)
+            sites.store(norm, site)
     block.lns_measured = measured
     block.lns_initialization = config.initialization
     block.lns_not_run = f"a block of the type {config.name} cannot be run alone"

@@ -16,7 +16,7 @@ from olmo_lns.records import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 #: Name of this package's block config in saved configs.
-CLASS = "olmo_lns.olmo_core.BlockConfig"
+BLOCK_CONFIG_CLASS = "olmo_lns.olmo_core.BlockConfig"
 #: Name of the run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
 CONFIG_FILE = "config.json"
 #: Folder of the weights in a checkpoint of OLMo-core's trainer.
@@ -88,7 +88,7 @@ def _has_blocks(config: Any) -> bool:
 def _setting(scheme: Scheme) -> str:
     if scheme.is_pre_ln:
         return "no --model.block._CLASS_"
-    return f"--model.block._CLASS_={CLASS} --model.block.scheme={scheme}"
+    return f"--model.block._CLASS_={BLOCK_CONFIG_CLASS} --model.block.scheme={scheme}"
 
 
 def scheme_of_config(config: Any, *, source: object) -> Scheme:
@@ -101,7 +101,7 @@ def scheme_of_config(config: Any, *, source: object) -> Scheme:
     named = set()
     for block in blocks_of(config):
         try:
-            is_scheme = block.get("_CLASS_") == CLASS
+            is_scheme = block.get("_CLASS_") == BLOCK_CONFIG_CLASS
             named.add(scheme_of(block.get("scheme", "lns"), block.get("exponent")) if is_scheme else PRE_LN)
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None

@@ -21,7 +21,7 @@ from olmo_lns.schemes import PRE_LN, Scheme, parse
 log = logging.getLogger("olmo_lns")
 
 #: The name of the entry begins in this way. The spelling of the scheme follows.
-ENTRY = "olmo_lns.scheme="
+SCHEME_ENTRY_PREFIX = "olmo_lns.scheme="
 
 
 def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,10 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
                 *(folder, scheme, folder, scheme),
             )
         else:
-            call.arguments["state_dict"] = {**call.arguments["state_dict"], f"{ENTRY}{scheme}": str(scheme)}
+            call.arguments["state_dict"] = {
+                **call.arguments["state_dict"],
+                f"{SCHEME_ENTRY_PREFIX}{scheme}": str(scheme),
+            }
         return save(*call.args, **call.kwargs)
 
     return wrapped
@@ -102,8 +105,8 @@ def read_scheme(folder: str) -> Scheme:
 
     try:
         reader: Any = _storage_setup(None, folder, reader=True)
-        names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(ENTRY)]
-        schemes = {parse(name.removeprefix(ENTRY)) for name in names}
+        names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(SCHEME_ENTRY_PREFIX)]
+        schemes = {parse(name.removeprefix(SCHEME_ENTRY_PREFIX)) for name in names}
     except Exception as error:  # each store's client has its own errors
         raise CheckpointMismatchError(
             f"{folder}: the index of this checkpoint cannot be read ({one_line(error)}). It names the scheme of the "

@@ -28,7 +28,7 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
         init(self, config, *args, **kwargs)
         requests = [request_of(norm) for _, _, norm in _norms(self)]
         if any(requests):
-            _attach(self, requests)
+            _attach_to_decoder(self, requests)
         elif request_of(self.norm) is not None:
             require_wrapped("torchtitan")
             remove_depth_factors(self)
@@ -44,7 +44,7 @@ def _norms(decoder: Any) -> Iterator[tuple[int, str, Any]]:
             yield int(key) + 1, sub_layer, getattr(block, NORMS[sub_layer], None)
 
 
-def _attach(decoder: Any, requests: list[Request | None]) -> None:
+def _attach_to_decoder(decoder: Any, requests: list[Request | None]) -> None:
     """Scale and measure the norms of a decoder, set its initializers and write the start-up line.
 
     :param requests: what the override requests from each norm, None for a norm that it did not mark.
@@ -67,12 +67,12 @@ def _attach(decoder: Any, requests: list[Request | None]) -> None:
     scheme = request.scheme
     scheme.require_only_scales_norms(n_layers, framework="torchtitan")
     measured = {Measured.SITES}
-    with sites.stock_on_failure(decoder):
+    with sites.undo_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):
             site = sites.Site(scheme, number, n_layers, sub_layer)
             keep_argument_names(norm)
             measured |= scaled.scale(norm, site.plan.norm_scale, where=site, width=dim, arithmetic=arithmetic_of(norm))
-            sites.mark(norm, site)
+            sites.store(norm, site)
         sites.require_complete(decoder, scheme, n_layers)
         _check_blocks(decoder, dim)
         if request.plain:

@@ -106,11 +106,11 @@ class SchemeModel(SchemeClass):
             _building.reset(token)
         set_scheme_classes(self)
         if (names := getattr(config, "lns_norms", None)) is not None:
-            any_model.attach(
+            any_model.scale_norms(
                 self, scaling.located_by_names(self, names), scheme_of(config), arithmetic_of, trained=True
             )
         if not _loading.get():
-            scaling.complete(self, scheme_of(config), getattr(config, "lns_initialization", "plain"))
+            scaling.apply_when_built(self, scheme_of(config), getattr(config, "lns_initialization", "plain"))
 
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
@@ -133,7 +133,7 @@ class SchemeModel(SchemeClass):
         finally:
             _loading.reset(token)
         model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
-        scaling.complete(model, scheme_of(model.config), None)
+        scaling.apply_when_built(model, scheme_of(model.config), None)
         return result
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ class Transformers(Integration):
         if isinstance(model, classes.SchemeModel):
             classes.require_unchanged(model)
 
-    def remove_scheme(self, model: Any) -> None:
+    def remove_recorded_scheme(self, model: Any) -> None:
         if isinstance(model, classes.SchemeModel):
             classes.restore_stock_class(model)
 

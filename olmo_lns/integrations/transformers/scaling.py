@@ -30,7 +30,7 @@ from olmo_lns.shadow import device_of, has_no_values
 DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
 
 
-def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
+def apply_when_built(model: Any, scheme: Scheme, initialization: str | None) -> None:
     """Scale and measure a model at the end of its constructor or of its loading.
 
     If its weights are absent or sharded, the norms that its config names are measured alone.
@@ -44,7 +44,7 @@ def complete(model: Any, scheme: Scheme, initialization: str | None) -> None:
     if can_run and (names is None or not any(map(has_no_values, weights))):
         model.config.lns_norms = locate_and_scale(model, scheme, Hints(trained=True), initialization=initialization)
     elif names is not None:
-        any_model.report(model, located_by_names(model, names), {Measured.OUTPUT, Measured.GRADIENT})
+        any_model.write_start_up_line(model, located_by_names(model, names), {Measured.OUTPUT, Measured.GRADIENT})
     else:
         raise LNSConfigError(
             f"{type(model).__name__} is quantized or sharded, and its config lacks lns_norms, the names of its norms. "
@@ -111,9 +111,9 @@ def locate_and_scale(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, but the model has {names}. "
             "This version of transformers builds the family in another way. Apply the scheme to a stock model."
         )
-    with sites.stock_on_failure(model), same_outcome_on_every_rank() if in_every_process else nullcontext():
-        part = any_model.trained_part_of(model, located)
-        measured = any_model.attach(model, located, scheme, arithmetic_of, trained_part=part, trained=hints.trained)
+    with sites.undo_on_failure(model), same_outcome_on_every_rank() if in_every_process else nullcontext():
+        part = any_model.why_trained_of(model, located)
+        measured = any_model.scale_norms(model, located, scheme, arithmetic_of, why_trained=part, trained=hints.trained)
         with _without_cache(model):
             any_model.check_without_hooks(model, located, _example(model, hints))
         found, is_removed = decide_initialization(model, located, initialization, part)
@@ -125,7 +125,7 @@ def locate_and_scale(
     for each in sites.in_model(model):
         if hasattr(each.module, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(each.module).kernel_layer_name = "LNSScaled"
-    any_model.report(model, located, measured, text)
+    any_model.write_start_up_line(model, located, measured, text)
     return names
 
 
@@ -203,7 +203,7 @@ def located_by_names(model: Any, norms: dict[str, Any]) -> Located:
 
 
 def decide_initialization(
-    model: Any, located: Located, initialization: str | None, trained_part: str
+    model: Any, located: Located, initialization: str | None, why_trained: str
 ) -> tuple[Initialization | None, bool]:
     """Measure the initialization of fresh weights, and decide whether their depth factor is removed.
 
@@ -211,11 +211,11 @@ def decide_initialization(
 
     :param initialization: ``plain`` removes the factor, and ``upstream`` keeps it. None means that the weights were
         loaded.
-    :param trained_part: as in :func:`olmo_lns.integrations.any_model.attach`.
+    :param why_trained: as in :func:`olmo_lns.integrations.any_model.scale_norms`.
     :returns: the measured initialization, or None for trained weights, and true if the factor is to be removed.
     :raises MeasurementError: if the weights follow another rule, although the family is known to have the factor.
     """
-    if trained_part:  # such as weights that load_state_dict filled
+    if why_trained:  # such as weights that load_state_dict filled
         return None, False
     found = measure(model)
     is_known = model.config.model_type.removeprefix(PREFIX) in DEPTH_SCALED

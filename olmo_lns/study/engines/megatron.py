@@ -22,7 +22,7 @@ from olmo_lns.arguments import Parser, as_path
 from olmo_lns.arms import SCALED_BASELINE, Arm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.cuda import cuda_environment
-from olmo_lns.integrations.megatron.flags import Selection
+from olmo_lns.integrations.megatron.flags import MegatronFlags
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.bundled_configs import find_config
 from olmo_lns.study.engines.base import Engine, Run
@@ -31,7 +31,7 @@ from olmo_lns.study.yaml_files import VARIABLE, fill_variables
 from olmo_lns.study.yaml_files import read as read_yaml
 from olmo_lns.temporary_values import replaced_attribute, replaced_items
 
-OPTION = "--lns-config"
+CONFIG_OPTION = "--lns-config"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -91,13 +91,14 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, dest="files", type=as_path, action="append", default=[])
+    parser.add_argument(CONFIG_OPTION, dest="files", type=as_path, action="append", default=[])
     args, explicit = parser.parse_known_args(argv)
     if not args.files:
         return explicit
     if len(args.files) > 1:
         raise LNSConfigError(
-            f"{OPTION} was passed {len(args.files)} times. A launch reads one file. Pass other settings as flags."
+            f"{CONFIG_OPTION} was passed {len(args.files)} times. A launch reads one file. Pass other settings as "
+            "flags."
         )
     explicit_keys = {flag[2:].split("=", 1)[0].replace("-", "_") for flag in explicit if flag.startswith("--")}
     settings = {key: value for key, value in read(args.files[0]).items() if key not in explicit_keys}
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="a file, or a name of the pack: 60M-lns")
     parser.add_argument("--one-per-line", action="store_true")
     args, explicit = parser.parse_known_args(argv)
-    text = shlex.join(expand([OPTION, args.config, *explicit], placeholder=True))
+    text = shlex.join(expand([CONFIG_OPTION, args.config, *explicit], placeholder=True))
     print(text.replace(" --", "\n--") if args.one_per_line else text)
     for name in dict.fromkeys(re.findall(r"/(\w+)-is-not-set", text)):
         print(f"note: {name} is not set. Export it, or pass the flag that reads it.", file=sys.stderr)
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)? {2}([a-z0-9_]+) \.{2,} (.*)$", re.M)
 #: The plugin's arguments with their defaults.
-DEFAULTS = vars(Selection())
+DEFAULTS = vars(MegatronFlags())
 
 
 class MegatronEngine(Engine):

@@ -13,7 +13,7 @@ from olmo_lns.environment import ALLOW_MISMATCH
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations.megatron import apply, checkpoint, command_line
 from olmo_lns.integrations.megatron import model as megatron_model
-from olmo_lns.integrations.megatron.flags import FLAGS, Selection, add_flags
+from olmo_lns.integrations.megatron.flags import FLAGS, MegatronFlags, add_flags
 from olmo_lns.schemes import parse as parse_scheme
 
 LNS, EXPONENT, KEEP, PLAIN = FLAGS
@@ -37,7 +37,7 @@ def test_flags_reach_the_config_and_the_model(words, scheme):
     args, config = parse(*words), tiny.config(hidden_size=64)
     assert command_line.wrap_config_from_args(lambda args, config_class=None: config)(args) is config
     for holder in (args, config):
-        assert str(Selection.of(holder).scheme) == scheme
+        assert str(MegatronFlags.of(holder).scheme) == scheme
     model = tiny.build(config)
     assert len(tiny.scaled_norms(model)) == (8 if LNS in words else 0)
     std = 0.02 if words and KEEP not in words else 0.02 / 8**0.5
@@ -65,7 +65,7 @@ def test_the_line_of_a_plain_baseline_is_printed_once_and_says_what_was_measured
 )
 def test_wrong_or_contradicting_flags_are_refused(words, message):
     with pytest.raises(LNSConfigError, match=message):
-        Selection.of(parse(*words)).validated()
+        MegatronFlags.of(parse(*words)).validated()
 
 
 def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
@@ -75,8 +75,8 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
     for name in ("megatron.training", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
     make = command_line.wrap_config_from_args(lambda args: tiny.config())
-    assert Selection.of(make(student)).layernorm_scaling
-    assert not Selection.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
+    assert MegatronFlags.of(make(student)).layernorm_scaling
+    assert not MegatronFlags.of(make(argparse.Namespace(**vars(student)))).layernorm_scaling
 
 
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
@@ -137,28 +137,28 @@ def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
     arguments.layernorm_scaling = False
     apply(model := tiny.build(tiny.config()), exponent=0.25)
     built(model)
-    assert Selection.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
+    assert MegatronFlags.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
     assert "apply() switched LayerNorm Scaling on" in capsys.readouterr().out
 
 
 def restore(running, saved):
     checkpoint.wrap_load_args(lambda args, load_arg="load": (args, saved))(running)
-    return Selection.of(running)
+    return MegatronFlags.of(running)
 
 
 def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch):
     saved = parse(LNS, EXPONENT, "0.75", KEEP)
-    assert restore(parse(), saved) == Selection(True, 0.75, True)
-    assert restore(parse(LNS, EXPONENT, "1"), saved) == Selection(True, 1.0)
+    assert restore(parse(), saved) == MegatronFlags(True, 0.75, True)
+    assert restore(parse(LNS, EXPONENT, "1"), saved) == MegatronFlags(True, 1.0)
     assert restore(parse(), parse(PLAIN)).no_scaled_init
-    assert restore(parse(), SimpleNamespace()) == Selection()  # saved without the plugin
+    assert restore(parse(), SimpleNamespace()) == MegatronFlags()  # saved without the plugin
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["pretrain_gpt.py", f"{EXPONENT}=0.5"])
-        assert restore(parse(EXPONENT, "0.5"), saved) == Selection()
+        assert restore(parse(EXPONENT, "0.5"), saved) == MegatronFlags()
     args = parse(LNS)  # no checkpoint
     assert checkpoint.wrap_load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(ALLOW_MISMATCH, "1")
-    assert restore(parse(), saved) == Selection()
+    assert restore(parse(), saved) == MegatronFlags()
 
 
 def load(running, saved, folder="folder", **state):
@@ -199,7 +199,7 @@ def test_the_arguments_are_compared_when_they_are_read_first():
     args = parse()  # which --use-checkpoint-args fills from such a call
     read = checkpoint.wrap_load_args(lambda args: (args, wrapped("folder", args, rank0=True)[0]["args"]))
     read(args)
-    assert Selection.of(args) == Selection(True) and calls == [True, True]
+    assert MegatronFlags.of(args) == MegatronFlags(True) and calls == [True, True]
 
 
 def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):

@@ -18,21 +18,23 @@ from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import BlockConfig, apply
 
-CLASS = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
+CLASS_OVERRIDE = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
 
 
 def test_flags_of_an_unmodified_launch_select_the_scheme():
-    config = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
+    config = small.config().merge([CLASS_OVERRIDE, "--block.scheme=lns", "--block.exponent=0.25"])
     assert type(config.block) is BlockConfig and str(config.block.resolved_scheme) == "lns:exponent=0.25"
     assert config.block.stock() == small.config().block
-    block = small.config().merge([CLASS]).block
+    block = small.config().merge([CLASS_OVERRIDE]).block
     assert (block.scheme, block.exponent, block.initialization) == ("lns", 0.5, "plain")
-    block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block
+    block = small.config().merge([CLASS_OVERRIDE, "--block.scheme=lns:exponent=0.25"]).block
     assert (block.scheme, block.exponent) == ("lns", 0.25)
     for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is the default, which a scheme's name leaves out
         with pytest.raises(Exception, match="contradict"):
-            small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
-    same = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"])
+            small.config().merge(
+                [CLASS_OVERRIDE, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"]
+            )
+    same = small.config().merge([CLASS_OVERRIDE, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"])
     assert same.block.exponent == 0.5
 
 
@@ -122,7 +124,7 @@ def test_blocks_without_the_scheme_or_with_another_are_refused_before_training(m
     config, other = small.config(), apply(small.config()).block
     config.block_overrides = {missing: copy.deepcopy(config.block)}
     with pytest.raises(LNSConfigError, match=rf"blocks \[{missing}\] of 4 .counted from 0. are OLMo-core's own"):
-        small.model(config.merge([CLASS]))
+        small.model(config.merge([CLASS_OVERRIDE]))
     with pytest.raises(LNSConfigError, match=r"blocks \[1, 3\] of 5"):
         small.model(_patterned(copy.deepcopy(other), narrow=small.config().block))
     config, other.exponent = apply(small.config()), 0.25

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.families import FILE, families, forward, tiny
+from support.families import FAMILIES_FILE, families, forward, tiny
 from support.hooked import hooked
 from support.marks import EXHAUSTIVE
 
@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers import apply, fold
 
 transformers = pytest.importorskip("transformers")
-ROWS = {kind: row for kind, row in json.loads(FILE.read_text()).items() if kind in families()}
+ROWS = {kind: row for kind, row in json.loads(FAMILIES_FILE.read_text()).items() if kind in families()}
 ACCEPTED = [kind for kind, row in ROWS.items() if row["label"] in ("pre", "parallel")]
 REFUSED = [kind for kind, row in ROWS.items() if row["label"] in ("post", "branch", "sandwich", "other")]
 #: Not slow: dense, with biases, parallel with two norms and with one, experts, latent attention, zero-centered weights.
