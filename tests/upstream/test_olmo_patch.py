@@ -20,6 +20,7 @@ print([str(m) for m in olmo.config.LayerNormType].count("lns"), depth, olmo.__fi
 NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_finder')]; "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["installed", "checkout"])
 def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path, kind):
     if kind == "checkout" and not os.environ.get("OLMO_SRC"):

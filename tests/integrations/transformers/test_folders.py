@@ -49,6 +49,7 @@ def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_p
     assert {key: again[key] for key in saved} == saved
 
 
+@pytest.mark.slow
 def test_another_process_needs_the_package(tmp_path):
     model = apply(stock("llama"), trained=True)
     model.save_pretrained(folder := tmp_path / "lns")

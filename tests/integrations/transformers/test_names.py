@@ -277,6 +277,7 @@ def test_layers_are_wrapped_and_placed_as_those_of_a_stock_model(kind):
     assert found[0] == found[1] and found[0][0]
 
 
+@pytest.mark.slow
 def test_remote_code_is_saved_loaded_and_folded(tmp_path, monkeypatch):
     modules = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
