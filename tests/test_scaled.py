@@ -67,3 +67,17 @@ def test_a_mixin_with_another_output_dtype_is_not_used():
     norm = nn.LayerNorm(D, dtype=torch.bfloat16)
     scale(norm, 0.5, where="a", width=D, mixin=Promoting)
     assert isinstance(norm, ScaledOutput) and norm(torch.ones(2, D, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+class Forgetful(Scaled):
+    """It has a factor and runs the stock forward without it."""
+
+    lns_calls_forward = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_missing_factor_shows_although_it_is_within_the_tolerance_of_1(dtype):
+    factor = 0.994 if dtype is torch.bfloat16 else 0.99995
+    norm = nn.LayerNorm(D, dtype=dtype)
+    scale(norm, factor, where="a", width=D, mixin=Forgetful)
+    assert isinstance(norm, ScaledOutput)

@@ -7,7 +7,7 @@ its module ``integration``, whose instance is called ``INTEGRATION``, and overri
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, Sized
 
 from torch import nn
 
@@ -23,6 +23,9 @@ from olmo_lns.schemes import Scheme
 from olmo_lns.shadow import has_no_values
 
 __all__ = ["Integration", "fold_model"]
+
+#: Most models have at most this number of blocks.
+_USUAL_DEPTH = 128
 
 
 class Integration:
@@ -58,14 +61,21 @@ class Integration:
     # --- apply
 
     def require_supported(self, model: nn.Module, scheme: Scheme, hints: Hints) -> None:
-        """Check, before a model is run, what does not depend on its blocks.
+        """Check what can be checked before a model is run.
+
+        Whether a scheme only multiplies norms may depend on the number of blocks, as with ``mixln``. If this number is
+        not known before the model has run, :func:`~olmo_lns.integrations.any_model.scale_norms` makes this check. Here
+        a scheme is then refused only if it does more at every usual depth.
 
         :raises LNSConfigError: if the integration does not support the scheme, the model or a hint.
         """
         environment.check()
         any_model.require_unwrapped(model)
-        depth = 8  # any depth would do; the model's is not known before its blocks are found
-        scheme.require_only_scales_norms(depth, framework="olmo_lns.apply")
+        known: Any = hints.norms if hints.norms is not None else hints.blocks
+        known = self.blocks_of(model) if known is None else known
+        depths = [len(known)] if isinstance(known, Sized) else range(1, _USUAL_DEPTH + 1)
+        n_layers = next(filter(scheme.only_scales_norms, depths), depths[-1])
+        scheme.require_only_scales_norms(n_layers, framework="olmo_lns.apply")
 
     def apply(self, model: Any, scheme: Scheme, hints: Hints) -> None:
         """Apply a scheme to a built model. Every process of a launch must call this.

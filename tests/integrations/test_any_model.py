@@ -296,6 +296,19 @@ def test_what_cannot_have_the_scheme_or_would_be_silently_wrong_is_refused_and_l
     assert not isinstance(model, nn.Module) or not list(sites.in_model(model))
 
 
+@pytest.mark.parametrize("knows_blocks", [True, False])
+def test_a_scheme_that_does_more_at_the_depth_of_the_model_is_refused_before_it_is_changed(knows_blocks):
+    """Of 4 blocks, this scheme makes the first one Post-LN, and of 3 blocks none."""
+    model, runs = Model(), []
+    model.register_forward_pre_hook(lambda module, args: runs.append(module))
+    kinds = [type(module) for module in model.modules()]
+    blocks = [*model.layers.values()] if knows_blocks else None
+    with pytest.raises(LNSConfigError, match="mixln:alpha=0.125, which does not only multiply the norms"):
+        olmo_lns.apply(model, "mixln:alpha=0.125", blocks=blocks, example=IDS)
+    assert [type(module) for module in model.modules()] == kinds and not list(sites.in_model(model))
+    assert bool(runs) is not knows_blocks
+
+
 def test_a_norm_that_replaced_a_scaled_one_is_named():
     olmo_lns.apply(model := Model(), example=IDS)
     model.layers["1"].n2 = nn.RMSNorm(WIDTH)

@@ -36,7 +36,8 @@ def scale_norms(
     :param trained: as in :func:`olmo_lns.apply`.
     :returns: what was measured.
     :raises CheckpointMismatchError: if the weights were trained without a factor.
-    :raises LNSConfigError: if the scheme does more than multiply norms, or the norms have another scheme.
+    :raises LNSConfigError: if the scheme does more than multiply norms in a model of this depth, or the norms have
+        another scheme. This is checked before anything is changed.
     :raises MeasurementError: if the output of a norm is not its factor times the output before. The model is left
         unchanged.
     """

@@ -7,12 +7,11 @@ wraps the functions with which Megatron reads its checkpoints.
 from __future__ import annotations
 
 import inspect
-import sys
 from contextvars import ContextVar
 from typing import Any, Callable
 
 from olmo_lns.environment import ALLOW_MISMATCH, is_set
-from olmo_lns.integrations.megatron.command_line import TEACHER_LOAD_ARGUMENT, launched_arguments
+from olmo_lns.integrations.megatron.command_line import TEACHER_LOAD_ARGUMENT, launched_arguments, passed_options
 from olmo_lns.integrations.megatron.flags import FLAGS, LNS_FLAG, MegatronFlags
 from olmo_lns.integrations.megatron.printing import print_once
 from olmo_lns.records import require_same
@@ -37,8 +36,11 @@ def wrap_load_args(original: Function) -> Function:
         # The result is no tuple if there is no checkpoint, or if it has no arguments. If a mismatch is allowed, the
         # command line decides.
         saved = MegatronFlags.of_saved(result[1]) if isinstance(result, tuple) else MegatronFlags()
-        has_flags = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
-        if not has_flags and MegatronFlags.of(args) == MegatronFlags() != saved and not is_set(ALLOW_MISMATCH):
+        if (
+            not passed_options(FLAGS)
+            and MegatronFlags.of(args) == MegatronFlags() != saved
+            and not is_set(ALLOW_MISMATCH)
+        ):
             saved.store(args)
             print_once(f"from the checkpoint's arguments: {saved.command_line}")
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, Collection
 
 from olmo_lns import hook
 from olmo_lns.integrations.megatron.configs import store_flags
@@ -55,6 +55,11 @@ def _is_teacher(args: Any) -> bool:
     except AssertionError:  # Megatron's, before the arguments of the launch are complete
         return False
     return launched is not None and launched is not args
+
+
+def passed_options(options: Collection[str]) -> list[str]:
+    """Return the words of the command line that are one of ``options``, also those with ``=`` and a value."""
+    return [word for word in sys.argv[1:] if word.split("=")[0] in options]
 
 
 def launched_arguments() -> Any:

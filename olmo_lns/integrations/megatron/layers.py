@@ -272,26 +272,54 @@ def _check_numbers(model: Any, config: Any, placed: list[PlacedNorm]) -> int:
         consecutively from 1 over the whole model.
     """
     is_hybrid = len(placed) < 2 * len(layers_of(model))  # each layer is half a block
-    last_index = int(config.num_layers) * (1 if is_hybrid else 2)
+    last = int(config.num_layers) * (1 if is_hybrid else 2)
     indices = [2 * norm.block - (norm.sub_layer == "attn") for norm in placed]
-    in_turn = not indices or indices == list(range(indices[0], indices[0] + len(indices)))
-    is_wrong = not in_turn or (bool(indices) and last_index % 2 == 1)
-    is_wrong |= is_hybrid and indices != [int(layer.layer_number) for layer in layers_of(model)]
-    if indices and hasattr(model, "pre_process"):
-        # With these layouts the first stage may have only the embedding. Block 1 is in the second stage then.
-        layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
-        empty_first = any(getattr(config, name, None) for name in layouts)
-        is_wrong |= indices[0] != 1 if model.pre_process else indices[0] == 1 and not empty_first
-        mtps = [module for module in model.modules() if type(module).__name__ == "MultiTokenPredictionLayer"]
-        is_wrong |= bool(model.post_process) and indices[-1] != last_index + 2 * len(mtps)
-    if is_wrong or min(indices, default=1) < 1:
+    layer_numbers = [int(layer.layer_number) for layer in layers_of(model)]
+    if not indices:
+        problem = ""
+    elif is_hybrid and indices != layer_numbers:
+        problem = (
+            "In a hybrid model layer 2l - 1 must be attention of block l, and layer 2l its MLP. The layers here have "
+            f"the numbers {', '.join(map(str, layer_numbers))}."
+        )
+    else:
+        problem = _numbering_problem(model, config, indices, last)
+    if problem:
         raise MeasurementError(
             f"{type(model).__name__}: the norms found in this pipeline stage belong to "
-            f"{[f'{norm.block} {norm.sub_layer}' for norm in placed]}. Expected norms of attention and MLP in turn, "
-            f"with global block numbers from 1 to {last_index / 2:g}. LayerNorm Scaling supports plain transformers, "
-            "and hybrid models whose pattern repeats '*-' or '*E'. Use such a model, or remove the flag."
+            f"{[f'{norm.block} {norm.sub_layer}' for norm in placed]}. {problem} Expected norms of attention and MLP "
+            f"in turn, with global block numbers from 1 to {last / 2:g}. LayerNorm Scaling supports plain "
+            "transformers, and hybrid models whose pattern repeats '*-' or '*E'. Use such a model, or remove the flag."
         )
-    return last_index // 2
+    return last // 2
+
+
+def _numbering_problem(model: Any, config: Any, indices: list[int], last: int) -> str:
+    """Return the reason why the norms of a pipeline stage are not those of consecutive blocks, or ``""``.
+
+    :param indices: number of each norm in the whole model, from 1. Attention of block l has 2l - 1, and its MLP has 2l.
+    :param last: number of the last norm of the whole model, without those of MTP modules.
+    """
+    first = indices[0]
+    if indices != list(range(first, first + len(indices))):
+        return "One of them is missing, or they are in another order."
+    if first < 1:
+        return "The blocks are numbered from 0."
+    if last % 2 == 1:
+        return "The model has an odd number of attention and MLP layers, so its last block lacks one."
+    if not hasattr(model, "pre_process"):
+        return ""
+    # With these layouts the first stage may have only the embedding. Block 1 is in the second stage then.
+    layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
+    empty_first = any(getattr(config, name, None) for name in layouts)
+    if model.pre_process and first != 1:
+        return "This is the first stage, but it does not begin with attention of block 1."
+    if not model.pre_process and first == 1 and not empty_first:
+        return "This is a later stage, but it begins with block 1."
+    mtps = [module for module in model.modules() if type(module).__name__ == "MultiTokenPredictionLayer"]
+    if model.post_process and indices[-1] != last + 2 * len(mtps):
+        return "This is the last stage, but it does not end with the last block."
+    return ""
 
 
 def _is_absent(module: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from typing import Any, Callable, Iterator
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import nn
 from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import layers
-from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_arguments
+from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_arguments, passed_options
 from olmo_lns.integrations.megatron.configs import check_config, is_config, store_flags
 from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, MegatronFlags
 from olmo_lns.integrations.megatron.printing import print_once
@@ -87,8 +86,7 @@ def wrap_model_built(original: Function) -> Function:
         configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
         in_configs = {MegatronFlags.of(config) for config in filter(is_config, configs)} - {MegatronFlags()}
         applied = next((flags for flags in in_configs if flags.layernorm_scaling), None)
-        words = [word for word in sys.argv[1:] if word.split("=")[0] in (LNS_FLAG, PLAIN_FLAG)]
-        passed = requested.command_line or " ".join(words)
+        passed = requested.command_line or " ".join(passed_options((LNS_FLAG, PLAIN_FLAG)))
         if requested.layernorm_scaling:
             _check_stages(chunks, requested)
         elif passed and not in_configs:

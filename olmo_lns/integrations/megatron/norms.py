@@ -26,7 +26,7 @@ from olmo_lns.integrations.megatron.module_names import FUSED_NORM
 from olmo_lns.measured import Measured
 from olmo_lns.norm import DtypeRule, NormArithmetic, arithmetic_of_torch
 from olmo_lns.norm.dtypes import scaled_parameter
-from olmo_lns.response import Response, first_output
+from olmo_lns.response import TOLERANCE_16_BITS, Response, first_output, tolerance_of
 from olmo_lns.scaled import Scaled, ScaledOutput
 
 #: Attributes of a linear layer that belong to the norm inside of it.
@@ -134,10 +134,11 @@ def respond(module: nn.Module, width: int) -> Response:
         x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_(not fused)
         output = first_output(module(x))
         if fused:
-            return Response(output.double(), None, torch.bfloat16)  # the precision of a TF32 matrix product
+            # torch may compute the matrix product in TF32, which is less precise than the dtype of the output.
+            return Response(output.double(), None, TOLERANCE_16_BITS)
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
-    return Response(output.detach().double(), gradient.double(), dtype)
+    return Response(output.detach().double(), gradient.double(), tolerance_of(dtype))
 
 
 @contextlib.contextmanager

@@ -289,10 +289,10 @@ def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block_number(capsys)
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("-*-*", "'1 ff', '1 attn', .* Expected norms of attention and MLP in turn"),
+        ("-*-*", "'1 ff', '1 attn', .* layer 2l - 1 must be attention .* Expected norms of attention and MLP in turn"),
         ("**--", "'1 attn', '1 attn', .* Expected norms of attention and MLP in turn"),
         ("*-MM*-", "Custom 3 of (Mamba|Hybrid)Stack is not a TransformerLayer"),
-        ("*-*", "'2 attn'.* from 1 to 1.5"),
+        ("*-*", "'2 attn'.* an odd number of .* from 1 to 1.5"),
     ],
 )
 def test_a_hybrid_pattern_that_is_not_attention_and_mlp_in_turn_is_refused(pattern, words):
