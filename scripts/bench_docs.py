@@ -112,7 +112,7 @@ def verdicts(report: dict[str, Any]) -> str:
             }
             *first, last = [f"{outcome} in {count}" for outcome, count in counts.items() if count]
             clauses = f"{', '.join(first)} and {last}" if first else last
-            sentences.append(f"Compared with {what}, the norm with LNS {clauses} of {len(ratios)} cases.")
+            sentences.append(f"We compared the norm with LNS and {what} in {len(ratios)} cases. LNS {clauses}.")
     return " ".join(sentences)
 
 

@@ -22,9 +22,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def format_of(source: str | Path) -> Format:
     """Return the format of a checkpoint.
 
-    The format is recognized by the files in its folder. ``owner/name`` on the Hugging Face hub is transformers' format.
-    A path that does not exist is taken for such a name only if it cannot be a mistyped path. This means that it has two
-    parts, and that there is no folder, file or link with the name of the first part.
+    The format is recognized by the files in its folder. ``source`` may also name a model on the Hugging Face hub, whose
+    format is that of transformers. ``a/b`` counts as such a name if there is no folder, file or link called ``a`` here.
+    If there is one, ``a/b`` is more likely a mistyped path, and an error is raised.
 
     :raises LNSConfigError: if the folder does not exist, is an adapter, or has no complete checkpoint.
 

@@ -1,8 +1,19 @@
 """The interface of a checkpoint format.
 
 :class:`Format` says what an export needs of a format. Each format has a module with a subclass, whose instance is
-called ``FORMAT``. The table of all formats is :data:`olmo_lns.export.formats.FORMATS`. The methods have the order in
-which an export calls them.
+called ``FORMAT``. The table of all formats is :data:`olmo_lns.export.formats.FORMATS`.
+
+``olmo-lns export`` first asks :meth:`Format.recognizes` of every format. If the output has the format of the
+checkpoint, it then calls :meth:`Format.fold_tensors`, which only Megatron's format overrides. If that returns None, or
+if the output has another format, the export builds the model with these calls:
+
+.. code-block:: python
+
+    opened = source.open(folder, scheme)
+    source.require_transformers(opened)  # for an output in transformers' format only
+    stock = source.folded(opened, dtype)
+    stock = source.to_transformers(stock)  # for an output in transformers' format only
+    FORMATS[output_format].save(stock, out)
 """
 
 from __future__ import annotations
@@ -60,9 +71,11 @@ class Format(ABC):
     def require_transformers(self, opened: OpenCheckpoint) -> None:
         """Check that a stock class of transformers can represent an opened model.
 
-        The check need not be complete. It names what the comparison of logits may miss, before any work is done.
+        An export calls this method before it folds the model. :meth:`to_transformers` compares the logits of the
+        converted model with those of the original later, on a few random tokens. This method has to refuse only what
+        these tokens may not reveal, such as a sliding window of 4,096 tokens.
 
-        :raises LNSConfigError: if none can. The message lists the reasons.
+        :raises LNSConfigError: if no stock class can. The message lists the reasons.
         """
         return
 
