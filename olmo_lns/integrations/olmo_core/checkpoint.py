@@ -40,8 +40,8 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:
             raise CheckpointMismatchError(
-                f"The parts of the model have different schemes: {', '.join(sorted(map(str, running)))}. All parts of a "
-                "model must have one scheme. Build them from configs that name the same scheme."
+                f"The parts of the model have different schemes: {', '.join(sorted(map(str, running)))}. All parts of "
+                "a model must have one scheme. Build them from configs that name the same scheme."
             )
         (scheme,) = running
         if config is not None and not isinstance(config, CheckpointMismatchError) and not _has_blocks(config):
