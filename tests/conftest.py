@@ -36,11 +36,11 @@ def pytest_pyfunc_call():
     return (yield from _skip_without_olmo())
 
 
-#: The files of slow tests that take longest, half a minute and more, each on one worker.
+#: The files of slow tests that take longest, a quarter of a minute and more, each on one worker.
 LONGEST = """
-demo/test_demo.py upstream/olmo/test_launch.py mutants/test_mutants.py test_benchmarks.py study/test_launch.py
-upstream/olmo/test_strategies.py recipes/test_vision.py recipes/test_fine_tuning.py study/test_plan.py
-study/test_evidence.py golden/test_golden.py
+demo/test_demo.py mutants/test_mutants.py upstream/olmo/test_launch.py upstream/olmo/test_strategies.py
+study/test_launch.py recipes/test_vision.py recipes/test_fine_tuning.py study/test_plan.py test_benchmarks.py
+integrations/olmo/test_stock.py golden/test_golden.py integrations/transformers/test_stock.py study/test_evidence.py
 """
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import families
 from support.exports import export, refused, relative, verify
+from support.marks import EXHAUSTIVE
 from support.transformers_models import hooked, inputs, stock
 
 from olmo_lns.export.open import open_model
@@ -51,7 +52,9 @@ def test_an_export_of_another_exponent_is_found(tmp_path, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gpt_oss", "fp16"), ("ernie4_5_moe", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gpt_oss", "fp16"), pytest.param("ernie4_5_moe", "bf16", marks=EXHAUSTIVE)]
+)
 def test_a_family_that_transformers_loads_in_two_dtypes_is_verified(kind, dtype, tmp_path, capsys):
     """transformers keeps the norms of gpt-oss, and the routers of ERNIE 4.5 MoE, in fp32."""
     apply(families.tiny(kind)[0], initialization="upstream", trained=True).save_pretrained(tmp_path / "lns")
