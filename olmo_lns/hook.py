@@ -3,8 +3,8 @@
 When Python starts, ``olmo_lns_autoload.pth`` adds one small finder to ``sys.meta_path`` and one function to
 ``sys.path_hooks``. Neither imports anything. When a framework of :mod:`olmo_lns.frameworks` is first imported, the
 finder imports this module and calls the integration's ``register()``. ``register()`` calls :func:`on_import` for each
-framework module whose functions it wraps. The wrapping happens when that module has been executed. If a function is
-missing, an error is raised only when a scheme is selected (:func:`require_wrapped`).
+framework module whose functions it wraps. The wrapping happens when that module has been executed. If a function or a
+module is missing, an error is raised only when a scheme is selected (:func:`require_wrapped`).
 
 Other packages, such as typeguard, jaxtyping and pytest, may later insert a finder before this one. If that finder finds
 the framework, Python does not call this package's finder. But Python also calls the functions on ``sys.path_hooks``
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import logging
 import os
@@ -40,6 +39,8 @@ LATE_REGISTRATIONS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 MARKER = "__olmo_lns_wrapped__"
 
 _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
+#: Modules of frameworks that a scheme needs, in the order of the requests.
+_needed: dict[str, None] = {}
 #: Name -> the spec of the module when its callbacks ran. Each execution of a module has a new spec.
 _executed_specs: dict[str, Any] = {}
 _activated: set[str] = set()
@@ -58,10 +59,7 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
     _run_missed_callbacks()
     if name not in _callbacks:
         return None
-    # Like Python 3.12, skip finders that only have the old find_module.
-    finders = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
-    specs = (finder.find_spec(name, path, target) for finder in finders)
-    spec = next((spec for spec in specs if spec is not None), None)
+    spec = _spec_of_others(name, path, target)
     execute = getattr(getattr(spec, "loader", None), "exec_module", None)
     if execute is not None and not is_wrapped(execute):
 
@@ -75,6 +73,13 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
         with contextlib.suppress(AttributeError):
             spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
     return spec
+
+
+def _spec_of_others(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    # Like Python 3.12, skip finders that only have the old find_module.
+    finders = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
+    specs = (finder.find_spec(name, path, target) for finder in finders)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _run_callbacks(name: str, module: ModuleType) -> None:
@@ -149,12 +154,15 @@ def install() -> None:
         sys.path_hooks.insert(0, finder.path_hook)
 
 
-def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
+def on_import(name: str, callback: Callable[[ModuleType], object], *, needed: bool = True) -> None:
     """Call ``callback(module)`` after each execution of module ``name``, and now if it has been executed.
 
     :param callback: a named function. A second request for the same function has no effect, whereas a new lambda would
         run again.
+    :param needed: true if a scheme needs the module. :func:`require_wrapped` then raises an error if it is missing.
     """
+    if needed:
+        _needed[name] = None
     callbacks = _callbacks.setdefault(name, {})
     if callback in callbacks:
         return
@@ -226,13 +234,17 @@ def is_wrapped(function: Any) -> bool:
 
 
 def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
-    """Check that all functions of a framework that a scheme needs are wrapped. Call it when a scheme is selected.
+    """Check that a framework has all functions and modules that a scheme needs. Call it when a scheme is selected.
+
+    It is enough that a module can be found. Its functions are wrapped when it is imported, which may be later.
 
     :param framework: top-level name of the framework.
-    :param modules: modules that contain such functions. They need not have been imported yet.
+    :param modules: modules that a scheme needs in this kind of program only. Their :func:`on_import` has
+        ``needed=False``.
     :raises UpstreamChangedError: if a function or a module is missing. The message has its name.
     """
-    missing = [f"the module {name} was not found" for name in modules if not _exists(name)]
+    needed = [name for name in _needed if name.partition(".")[0] == framework]
+    missing = [f"the module {name} was not found" for name in [*needed, *modules] if not _exists(name)]
     if problems := dict.fromkeys([*_problems.get(framework, ()), *missing]):
         raise UpstreamChangedError(
             f"A scheme was selected, but this version of {framework} lacks what olmo-lns needs: {'; '.join(problems)}. "
@@ -241,10 +253,20 @@ def require_wrapped(framework: str, modules: Iterable[str] = ()) -> None:
 
 
 def _exists(name: str) -> bool:
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is missing
-        return False
+    """Return true if a module can be found. Its packages are not imported, as importlib.util.find_spec would do."""
+    return _locate(name) is not None
+
+
+def _locate(name: str) -> list[str] | None:
+    """Return the folders of a package, ``[]`` for another module, and None if there is no module of this name."""
+    if name in sys.modules:
+        module = sys.modules[name]
+        return None if module is None else list(getattr(module, "__path__", ()))
+    path = None
+    if (package := name.rpartition(".")[0]) and not (path := _locate(package)):
+        return None
+    spec = _spec_of_others(name, path)
+    return None if spec is None else list(spec.submodule_search_locations or ())
 
 
 def autoload_active() -> bool:

@@ -192,6 +192,15 @@ print(build(), depth, is_wrapped(olmo.train.Trainer.restore_sharded_checkpoint))
     assert before_olmo(code, first=first) == f"{BUILT} 1 True"
 
 
+@needs_olmo
+def test_a_scheme_is_refused_where_the_module_that_loads_checkpoints_is_missing():
+    code = "import sys\nsys.modules['olmo.train'] = None  # as if this OLMo had no such module\n"
+    code += "from olmo import OLMo, ModelConfig\nprint(len(OLMo(ModelConfig(n_layers=1)).transformer.blocks))\n"
+    done = before_olmo(f"{code}{BUILD}print(build())").splitlines()
+    assert done[0] == "1" and "UpstreamChangedError" in done[-1]
+    assert "lacks what olmo-lns needs: the module olmo.train was not found" in done[-1]
+
+
 # wrap
 
 SOURCE = """
@@ -244,3 +253,30 @@ def test_a_missing_function_is_named_where_a_scheme_is_selected_if_it_is_needed(
         match="this version of lns_fake_upstream lacks what olmo-lns needs: lns_fake_upstream:Gone.method was not found",
     ):
         hook.require_wrapped("lns_fake_upstream")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package ``lns_fake_package.part.here`` that nobody has imported."""
+    (tmp_path / "lns_fake_package/part").mkdir(parents=True)
+    for name in ("__init__", "part/__init__", "part/here"):
+        (tmp_path / f"lns_fake_package/{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("_needed", "_callbacks"):
+        monkeypatch.setattr(hook, name, {})
+    yield "lns_fake_package"
+    assert not [name for name in sys.modules if name.startswith("lns_fake_package")]
+
+
+def test_a_needed_module_only_has_to_be_found_and_nothing_is_imported_for_that(package):
+    hook.on_import(f"{package}.part.here", print)
+    hook.on_import(f"{package}.part.optional", print, needed=False)
+    hook.require_wrapped(package, [f"{package}.part"])
+
+
+@pytest.mark.parametrize("name", ["gone", "gone.here", "part.gone", "part.here.gone"])
+def test_a_needed_module_that_was_moved_is_named_where_a_scheme_is_selected(package, name):
+    hook.on_import(f"{package}.{name}", print)
+    with pytest.raises(UpstreamChangedError, match=f"the module {package}.{name} was not found"):
+        hook.require_wrapped(package)
+    hook.require_wrapped("lns_other_package")

@@ -24,14 +24,15 @@ def register() -> None:
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
-    for name in LANGUAGE_MODELS:
-        hook.on_import(name, _wrap_language_model)
-    hook.on_import("megatron.training.argument_utils", _wrap_config)
-    hook.on_import("megatron.training.arguments", _wrap_arguments)
-    hook.on_import("megatron.training.training", _wrap_training)
-    hook.on_import("megatron.training.checkpointing", _wrap_checkpointing)
-    hook.on_import("megatron.core.dist_checkpointing", _wrap_sharded_load)
-    hook.on_import("megatron.post_training.checkpointing", _wrap_modelopt)
+    for name, model in LANGUAGE_MODELS.items():
+        hook.on_import(name, _wrap_language_model, needed=model == "GPTModel")
+    # The package megatron-core has no training scripts. command_line.TRAINING_MODULES names what a launch needs.
+    hook.on_import("megatron.training.argument_utils", _wrap_config, needed=False)
+    hook.on_import("megatron.training.arguments", _wrap_arguments, needed=False)
+    hook.on_import("megatron.training.training", _wrap_training, needed=False)
+    hook.on_import("megatron.training.checkpointing", _wrap_checkpointing, needed=False)
+    hook.on_import("megatron.core.dist_checkpointing", _wrap_sharded_load, needed=False)
+    hook.on_import("megatron.post_training.checkpointing", _wrap_modelopt, needed=False)
 
 
 # A callback imports its wrappers when Megatron's module has been executed: they need torch.
@@ -128,11 +129,10 @@ def plain_initialization(config: Any) -> None:
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron.command_line import CORE_MODULES
     from olmo_lns.integrations.megatron.configs import store_flags
 
     config = getattr(config, "transformer", config)
-    hook.require_wrapped("megatron", CORE_MODULES)
+    hook.require_wrapped("megatron")
     store_flags(config, MegatronFlags(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal

@@ -11,11 +11,8 @@ from olmo_lns.integrations.megatron.flags import MegatronFlags, add_flags
 from olmo_lns.integrations.megatron.printing import print_once
 
 Function = Callable[..., Any]
-#: Modules of Megatron whose functions must be wrapped, or a scheme cannot run. The first tuple is needed in every
-#: program, the second one in launches of Megatron's own training scripts.
-CORE_MODULES = ("megatron.core.models.gpt.gpt_model",)
+#: Modules that a scheme needs in launches of Megatron's own training scripts.
 TRAINING_MODULES = (
-    *CORE_MODULES,
     "megatron.training.arguments",
     "megatron.training.training",
     "megatron.training.checkpointing",

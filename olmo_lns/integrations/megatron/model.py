@@ -17,7 +17,7 @@ from torch import nn
 from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import layers
-from olmo_lns.integrations.megatron.command_line import CORE_MODULES, launched_arguments, passed_options
+from olmo_lns.integrations.megatron.command_line import launched_arguments, passed_options
 from olmo_lns.integrations.megatron.configs import check_config, is_config, store_flags
 from olmo_lns.integrations.megatron.flags import LNS_FLAG, PLAIN_FLAG, MegatronFlags
 from olmo_lns.integrations.megatron.printing import print_once
@@ -148,7 +148,7 @@ def apply_to(target: Any, flags: MegatronFlags, trained: bool | None = None) -> 
     """
     if isinstance(target, (list, tuple)):
         return sum(apply_to(each, flags, trained) for each in target)
-    hook.require_wrapped("megatron", CORE_MODULES)
+    hook.require_wrapped("megatron")
     if not isinstance(target, nn.Module):
         store_flags(target, flags)
         return 0

@@ -66,7 +66,7 @@ def _attach_to_decoder(decoder: Any, requests: list[Request | None]) -> None:
         )
     scheme = request.scheme
     scheme.require_only_scales_norms(n_layers, framework="torchtitan")
-    measured = {Measured.SITES}
+    measured: set[Measured] = set()
     with sites.undo_on_failure(decoder):
         for number, sub_layer, norm in _norms(decoder):
             site = sites.Site(scheme, number, n_layers, sub_layer)
@@ -75,13 +75,14 @@ def _attach_to_decoder(decoder: Any, requests: list[Request | None]) -> None:
             sites.store(norm, site)
         sites.require_complete(decoder, scheme, n_layers)
         _check_blocks(decoder, dim)
+        measured.add(Measured.SITES)
         if request.plain:
             remove_depth_factors(decoder)
     line = start_up_line.compose(
         decoder,
         n_layers,
         measured=measured,
-        norm=type(norm).__name__,
+        norm=", ".join(dict.fromkeys(type(norm).__name__ for _, _, norm in _norms(decoder))),
         initialization="scaled initialization " + ("off" if request.plain else "kept"),
     )
     start_up_line.write(line)

@@ -19,13 +19,13 @@ def register() -> None:
     from olmo_lns.hook import on_import
     from olmo_lns.integrations.transformers import refusals, wrapping
 
-    on_import("transformers.configuration_utils", wrapping.refuse_stock_configs)
-    on_import("transformers.modeling_utils", wrapping.refuse_stock_models)
+    on_import("transformers.configuration_utils", wrapping.refuse_stock_configs, needed=False)
+    on_import("transformers.modeling_utils", wrapping.refuse_stock_models, needed=False)
     on_import("transformers.models.auto.configuration_auto", wrapping.add_configs)
     on_import("transformers.models.auto.auto_factory", wrapping.add_models)
-    on_import("transformers.conversion_mapping", wrapping.convert_weights)
+    on_import("transformers.conversion_mapping", wrapping.convert_weights, needed=False)
     on_import("transformers.trainer", wrapping.compare_on_resume)
-    on_import("peft.utils.constants", wrapping.add_adapter_targets)
+    on_import("peft.utils.constants", wrapping.add_adapter_targets, needed=False)
     refusals.register()
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.transformers import scaling
 from olmo_lns.integrations.transformers.model_types import (
@@ -93,6 +94,7 @@ class SchemeModel(SchemeClass):
     """Mixin of a model class."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        require_wrapped("transformers")
         implementation = getattr(config, "_attn_implementation", None)
         if isinstance(implementation, str) and implementation.startswith(_SERVERS):
             raise LNSConfigError(

@@ -9,6 +9,7 @@ from torch import nn
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations import any_model
 from olmo_lns.integrations.any_model import Located
 from olmo_lns.integrations.hints import Hints
@@ -31,6 +32,7 @@ def apply(
     from transformers import PreTrainedModel
 
     environment.check()
+    require_wrapped("transformers")
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization is {initialization!r}, but expected plain or upstream. Pass one of them.")
     if not isinstance(model, PreTrainedModel):

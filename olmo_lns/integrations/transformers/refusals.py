@@ -35,7 +35,7 @@ _TRL = (
 def register() -> None:
     """Request the wrappers, without importing the other programs. A second call does nothing."""
     for name in _REFUSED:
-        on_import(name, _refuse)
+        on_import(name, _refuse, needed=False)
 
 
 def _has_factor(module: Any) -> bool:

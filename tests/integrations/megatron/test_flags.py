@@ -24,9 +24,9 @@ def parse(*words, **more):
 
 
 @pytest.fixture(autouse=True)
-def every_function_is_there(monkeypatch):
+def no_launch(monkeypatch):
     """The wheel has no ``megatron.training``."""
-    monkeypatch.setattr(hook, "_exists", lambda name: True)
+    monkeypatch.setattr(command_line, "TRAINING_MODULES", ())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,14 @@ def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     assert tiny.scaled_norms(tiny.build(tiny.config())) == []
     with pytest.raises(UpstreamChangedError, match=r"GPTModel.build_layers"):
         apply(tiny.config())
+
+
+def test_a_launch_needs_more_modules_than_a_script_that_builds_a_model(monkeypatch):
+    monkeypatch.undo()
+    make = command_line.wrap_config_from_args(lambda args: tiny.config())
+    apply(make(parse()))
+    with pytest.raises(UpstreamChangedError, match=r"the module megatron.training.checkpointing was not found"):
+        make(parse(LNS))
 
 
 @pytest.fixture

@@ -176,3 +176,13 @@ def test_what_an_olmo_core_lacks_is_an_error_once_a_scheme_is_selected(monkeypat
     small.config().build(init_device="meta")
     with pytest.raises(UpstreamChangedError, match=r"olmo_core.train.checkpoint:Checkpointer.load was not found"):
         config.build(init_device="meta")
+
+
+def test_the_module_that_loads_checkpoints_must_be_there_once_a_scheme_is_selected(monkeypatch):
+    from olmo_lns.errors import UpstreamChangedError
+
+    config = apply(small.config())
+    monkeypatch.setitem(sys.modules, "olmo_core.train.checkpoint", None)  # Python then finds no such module
+    small.config().build(init_device="meta")
+    with pytest.raises(UpstreamChangedError, match=r"the module olmo_core.train.checkpoint was not found"):
+        config.build(init_device="meta")

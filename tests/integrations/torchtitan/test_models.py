@@ -1,6 +1,7 @@
 """Built models: every decoder of torchtitan equals hooks on the stock model, or is refused with the reason."""
 
 import logging
+import sys
 
 import pytest
 
@@ -12,7 +13,7 @@ from support.hooked import hooked
 from torchtitan.config import override
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
 
 #: Family and flavor. gpt_oss is built only: its mixture adds bf16 to fp32 on a CPU, which fails in stock torchtitan, too.
 DECODERS = [
@@ -120,6 +121,15 @@ def test_a_disabled_plugin_refuses_the_flag(monkeypatch):
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
     with pytest.raises(LNSConfigError, match="OLMO_LNS_DISABLE=1 is set"):
         titan.build("llama3", titan.LNS)
+
+
+@pytest.mark.parametrize("override", [titan.LNS, titan.PLAIN])
+@pytest.mark.parametrize("name", ["torchtitan.components.checkpointer.dcp", "torchtitan.trainer"])
+def test_a_module_whose_functions_protect_a_run_must_be_there(monkeypatch, name, override):
+    monkeypatch.setitem(sys.modules, name, None)  # Python then finds no such module
+    titan.build("llama3")
+    with pytest.raises(UpstreamChangedError, match=f"the module {name} was not found"):
+        titan.build("llama3", override)
 
 
 def test_a_norm_that_bypasses_its_forward_is_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from support.transformers_models import MODELS, blocks, hooked, inputs, same, st
 
 import olmo_lns
 from olmo_lns import sites
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError, UpstreamChangedError
 from olmo_lns.integrations.transformers import apply, fold
 from olmo_lns.scaled import ScaledOutput
 
@@ -182,3 +183,11 @@ def test_a_scaled_tower_of_a_stock_model_of_transformers_is_folded():
     olmo_lns.fold(model, example={"input_ids": ids})
     assert not any(sites.in_model(model)) and not hasattr(tower, "lns_made_of")
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_the_module_that_resumes_must_be_there_once_a_scheme_is_selected(monkeypatch):
+    scaled = apply(stock("llama"), trained=True)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", None)  # Python then finds no such module
+    for select in (lambda: apply(stock("llama"), trained=True), lambda: type(scaled)(scaled.config)):
+        with pytest.raises(UpstreamChangedError, match=r"the module transformers.trainer was not found"):
+            select()
