@@ -22,11 +22,12 @@ from olmo_lns.arguments import Parser, as_path
 from olmo_lns.arms import ARMS, check_environment
 from olmo_lns.atomic import write_atomically
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.processes import exclusive_lock, one_process
+from olmo_lns.processes import one_process
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import build
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import start, variables_of_launch
+from olmo_lns.study.locking import exclusive_lock
 from olmo_lns.study.logs import Curve, find_logs, read_curve
 
 TOKENS = 32_768  #: number of held-out tokens for a variance

@@ -1,15 +1,13 @@
 """Helpers for commands that run in several processes.
 
-They open a process group, lock a file, check the number of processes, and raise an error in all processes if one of
+They open a process group, check the number of processes, and raise an error in all processes if one of
 them has a problem.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, TypeVar
 
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
@@ -32,23 +30,6 @@ def one_process(command: str) -> None:
             f"WORLD_SIZE is {world_size}, but {command} runs in one process. Start it without torchrun, or unset "
             "WORLD_SIZE."
         )
-
-
-@contextmanager
-def exclusive_lock(lock: Path, problem: str) -> Iterator[int]:
-    """Lock a file. The lock ends when the ``with`` block and all processes that inherited the descriptor have ended.
-
-    :param lock: path of the file, which is created if it does not exist.
-    :param problem: the error message, to which the path is added.
-    :returns: file descriptor of the lock, for child processes.
-    :raises LNSError: if another process has locked the file.
-    """
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LNSError(f"{problem} (The lock file is {lock}.)") from None
-        yield file.fileno()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from support import olmo_models
+from support import forked, olmo_models
 from support.other_models import own
 
 import olmo_lns
@@ -139,3 +139,10 @@ def test_a_config_that_one_rank_cannot_read_does_not_stop_that_rank_alone(tmp_pa
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "config.yaml").write_text("model: {layer_norm_type: lns_rms}")
     assert _run(_restore, tmp_path) == [(0, "loaded"), (1, "loaded")]
+
+
+def test_the_public_functions_need_no_fcntl_which_windows_lacks():
+    code = "import sys\nsys.modules['fcntl'] = None\nimport olmo_lns\n"
+    code += "for name in olmo_lns.__all__: getattr(olmo_lns, name)\nprint('olmo_lns.dispatch' in sys.modules)"
+    done = forked.run(code)
+    assert done.stdout == "True\n", done.stderr

@@ -17,11 +17,11 @@ from typing import Sequence
 
 from olmo_lns.arms import check_environment
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import bundled_configs, yaml_files
 from olmo_lns.study.collect import difference_from_saved
 from olmo_lns.study.data.corpora import CORPUS_BUILDERS
 from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.locking import exclusive_lock
 from olmo_lns.study.logs import next_log, read_curve
 
 DATA_HELP = "docs/data.md has the commands that make the training data and the held-out text."

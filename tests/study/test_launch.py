@@ -14,10 +14,10 @@ from support import launch as support_launch
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.processes import exclusive_lock
 from olmo_lns.study import cli, launch
 from olmo_lns.study.collect import collect
 from olmo_lns.study.describe import Study
+from olmo_lns.study.locking import exclusive_lock
 from olmo_lns.study.logs import find_logs, read_curve
 
 

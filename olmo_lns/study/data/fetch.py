@@ -15,7 +15,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.processes import exclusive_lock
+from olmo_lns.study.locking import exclusive_lock
 
 CHUNK = 1 << 20  # bytes
 TOKEN_SIZE = 2  # bytes: uint16
