@@ -2,8 +2,8 @@
 
 The blocks are the modules of a list through which one stream passes, from the first to the last. Some models have lists
 within a list, such as the chunks of DINOv2 or the stages of Swin. Their blocks are joined, and numbered from the first
-block of the model to the last. What is found is checked by :mod:`olmo_lns.whole_model.stream` and
-:mod:`olmo_lns.whole_model.depth`.
+block of the model to the last. For example, ``stages.0.blocks`` and ``stages.1.blocks`` become one list. The modules
+:mod:`olmo_lns.whole_model.stream` and :mod:`olmo_lns.whole_model.depth` then check the list.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Blocks:
 def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
     """Find the blocks of ``model``.
 
-    They are the elements of the outermost list whose elements each run once, in order, on one stream.
+    The blocks are the elements of the outermost list whose elements each run once, in order, on one stream.
 
     :param run: runs one forward of the model.
-    :param blocks: the blocks, if the user passed them. They are only checked then.
+    :param blocks: the blocks, if the user passed them. The function then only checks these, and searches for no others.
     :raises LNSConfigError: if there is no such list or more than one, if the blocks are only a part of the model's
         depth, or if they run several times.
 
@@ -99,8 +99,9 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
 def _find_streams(blocks: Sequence[nn.Module], trace: Trace) -> None:
     """Correct which argument of a block is its stream, by a comparison with what the block before it returned.
 
-    The first guess is wrong in two cases. Another argument of the same shape may come before the stream. Or the blocks
-    return only a change, which the model itself adds to the stream.
+    The trace takes the first argument in the shape of the output for the stream. This is wrong in two cases. The block
+    may have an earlier argument of the same shape, as in ``block(memory, x)``. Or the block may return only a change
+    ``d``, and the model itself computes ``x + d``.
     """
     calls = [trace.calls[block] for block in blocks]
     if len(blocks) < 2 or any(call is None for call in calls):
@@ -137,9 +138,10 @@ def _is_sum(stream: torch.Tensor, output: torch.Tensor, following: torch.Tensor)
 def _elements(module: nn.Module) -> list[nn.Module]:
     """Return the elements of a list that may be blocks.
 
-    Elements without parameters, with which DINOv2 pads its chunks, are left out. A layer without children is not a
-    block. A Sequential may contain a whole model. Its blocks are then the adjacent elements of one class, if there is
-    exactly one such group of two or more.
+    DINOv2 pads its chunks with elements without parameters, so the function leaves these out. A layer without children
+    is not a block. If such a layer is in a list, the list has no blocks, unless the list is a Sequential. A Sequential
+    may contain a whole model, such as ``Sequential(embedding, block, block, head)``. Its blocks are then the adjacent
+    elements of one class, if there is exactly one such group of two or more.
     """
     elements = [child for child in module.children() if next(child.parameters(), None) is not None]
     if all(any(element.children()) for element in elements):
@@ -218,8 +220,8 @@ def _blocks_of_chunks(
 ) -> list[nn.Module]:
     """Return the blocks inside of the chunks if the elements of a list are chunks, or else the elements themselves.
 
-    A chunk is a module whose norms are all in one inner list of blocks. Each of these blocks has two norms or more, or
-    one that both of its branches read.
+    An element is a chunk if all of its norms are in one inner list of modules, and if these modules can be blocks. They
+    can be if each has two norms or more, or one norm that both of its branches read.
     """
     inner: dict[nn.Module, list[nn.Module]] = {}
     for element in listed:

@@ -1,13 +1,14 @@
 """Confirm in one forward for each mode that every block does what the probed block of its structure does.
 
-The probe examines one block of each structure, with random parameters and while its sites are frozen. Here the whole
-model runs while every block has these parameters and frozen sites. A block is confirmed if it adds to its stream what
-the probed block added. A random number is added to each element of the stream before the first block and after every
-block. So a block that reads the stream elsewhere, such as an earlier stream in an attribute, adds something else.
+The probe examines one block of each structure, on a copy with random parameters and frozen sites. This module runs the
+whole model while every block has the random parameters and the frozen outputs of that copy. A block is confirmed if it
+adds to its stream what the copy added. This module also adds a random number to each element of the stream, before the
+first block and after every block. If a block reads the stream past its sites, for example as an earlier stream that the
+model keeps in an attribute, these random numbers change what the block adds, and the block is not confirmed.
 
-The forward costs as much as one run of each block, and it also shows whether the stream passes unchanged from block to
-block. What it does not confirm is examined separately: a block by the probe, and the stream by
-:func:`olmo_lns.whole_model.stream.require_residual_stream`.
+The forward takes as long as one run of each block. It also shows whether the model passes the stream unchanged from
+block to block. If a block is not confirmed, the probe examines it separately. If the stream is not, then
+:func:`olmo_lns.whole_model.stream.require_residual_stream` examines the stream.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class Confirmation:
     """The result of one forward of the model in which blocks were confirmed.
 
     :param blocks: the blocks that computed what the probed block of their structure computed.
-    :param is_residual_stream: true if all blocks did, and each read what the block before it returned.
+    :param is_residual_stream: true if ``blocks`` contains all blocks, and each block read what the block before it
+        returned.
     :param order: the blocks in the order in which they ran.
-    :param changed: pairs of blocks that ran one after the other, where the second read something else than the first
+    :param changed: pairs of blocks that ran one after the other, if the second did not read the tensor that the first
         returned.
     :param norm_runs: site -> how often it ran.
     """
@@ -60,11 +62,11 @@ def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.R
 def confirming(
     blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace, *, trains: bool
 ) -> Iterator[Confirmation]:
-    """Let each block run as the probed block of its structure did, in one forward of the model in this context.
+    """Let each block run as the probed copy of its structure did, in one forward of the model in this context.
 
     :param replays: block -> the probed block of its structure.
-    :param trains: compare with the probed blocks in training mode with gradients, and not in eval mode without them.
-        The mode of the model must be set before.
+    :param trains: true to compare with the probed copies in training mode with gradients, false to compare with them in
+        eval mode without gradients. The caller must set this mode in the model before.
     :returns: the confirmation, which is complete when the context ends.
     """
     generator = torch.Generator().manual_seed(9)

@@ -1,7 +1,9 @@
 """Check that the blocks are the whole depth of a model.
 
-The factor of a block depends on its number in the whole depth, so no block may be missed. The modules that may be
-further blocks come from :mod:`olmo_lns.whole_model.lookalikes`. A model may have them if they belong to another tower.
+The factor of a block depends on its number in the whole depth, so no block may be missed. If a model has the blocks
+``layers`` and runs a further block ``last_layer`` after them, for example, the depth is one more than the length of
+``layers``. :mod:`olmo_lns.whole_model.lookalikes` finds the modules that may be further blocks. This module accepts
+them only if they belong to another tower, such as the vision tower of a language model.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ def require_whole_depth(
 
     If the user passed the blocks, similar modules may exist, but they must belong to another tower.
 
+    :param source: name of the list of blocks, or ``blocks=`` if the user passed them, for the message.
+    :param lists: name of a list in the model -> its elements.
+    :param named_by_user: true if the user passed the blocks.
     :raises LNSConfigError: if there are such modules. The message names them.
     """
     widths = stream_widths(blocks, trace)
@@ -58,10 +63,11 @@ def require_no_block_between(
 ) -> None:
     """Check that no other block runs between blocks whose norms the user passed, as in two lists that alternate.
 
-    What runs before the first or after the last of them may be another tower.
+    Modules that run before the first or after the last of these blocks may belong to another tower, so they are
+    accepted.
 
-    :param stack: the blocks, None for a block that is not a module. Without modules, nothing is checked.
-    :raises LNSConfigError: if there is one. The message names it.
+    :param stack: the blocks, None for a block that is not a module. Nothing is checked if one of them is None.
+    :raises LNSConfigError: if another block runs between them. The message names it.
     """
     blocks = [block for block in stack if block is not None and trace.calls.get(block) is not None]
     if len(blocks) < max(2, len(stack)):
@@ -163,10 +169,11 @@ def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace
 
 
 def _is_separate(blocks: Sequence[nn.Module], outside: Sequence[nn.Module], run: Callable[[], Any]) -> bool:
-    """Return true if two groups of blocks are two towers, so that neither gets its whole stream from the other.
+    """Return true if two groups of blocks are two towers.
 
-    One tower may compute a part of the positions of the other's stream, as images in a language model, or another
-    argument of its blocks.
+    Two towers are separate if neither computes the whole stream of the other. The first tower may compute some
+    positions of the second tower's stream, as a vision tower computes the positions of an image in a language model. It
+    may also compute another argument of the second tower's blocks, as an encoder does for cross-attention.
     """
 
     def inputs(group: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[torch.Tensor]:

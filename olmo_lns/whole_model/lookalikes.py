@@ -1,8 +1,13 @@
 """Find the modules outside of a model's blocks that look like further blocks.
 
-A module may be one if it has the class of a block, or norms before a branch. A norm is before a branch if its input
-also bypasses it, which a forward with gradients shows. A module may also be a block although its norms are functions.
-It is then run alone, and the size of what it adds to the stream does not depend on the size of the stream.
+A module looks like a block if one of three things is true:
+
+* It has the class of a block.
+* It has a norm before a branch. In ``x + mlp(norm(x))`` the input x of the norm reaches the sum on two ways, through
+  the norm and past it. :func:`similar_modules` runs the model with gradients, which show the way past the norm.
+* It has no norms as modules, but it normalizes its input by a function, as ``x + mlp(F.layer_norm(x, …))`` does.
+  :func:`functional_blocks` runs a copy of the module alone, once on x and once on 4·x. A module looks like a block if
+  it adds the same to both streams.
 """
 
 from __future__ import annotations
@@ -21,17 +26,21 @@ from olmo_lns.response import first_output, replace_first
 from olmo_lns.whole_model.names import is_inside
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
 
-#: Two sizes of a stream of standard normal numbers. Both are so large that the eps of a norm has no effect, and that
-#: the outputs of earlier branches, which a second norm reads too, are small beside the stream.
+#: A stream of standard normal numbers is multiplied by these two numbers. Both are so large that the eps of a norm has
+#: no effect. The second norm of a block reads the stream plus the output of the first branch. Beside a stream of this
+#: size, that output is small.
 _LARGE, _LARGER = 64.0, 256.0
-#: A smaller size, at which a function that saturates, such as tanh, is still far from its limit.
+#: The stream is also multiplied by this smaller number. A function that saturates, such as tanh, is then still far from
+#: its limit, so its output differs from that for a large stream. The output of a norm does not.
 _ORDINARY = 4.0
-#: Two results that differ by this share of their size are different. A second branch, which reads the output of the
-#: first one besides the stream, changes the sum by less between the two large sizes.
+#: Two results are different if their difference is more than this share of their size. What a block with norms adds to
+#: the stream changes by less than this share between the two large sizes. It is not exactly the same, because its
+#: second branch also reads the output of the first branch, which is a larger part of the smaller stream.
 _OTHER = 0.2
-#: Shares of this size are rounding, or the effect of eps.
+#: A difference below this share of the size is rounding, or the effect of the eps of a norm.
 _NOTHING = 1e-3
-#: The rows that a norm returns have the same size up to this share, which is rounding and the effect of eps.
+#: All rows that a norm without gain returns have the same size. Rounding and eps change their sizes by less than this
+#: share.
 _EQUAL_ROWS = 3e-3
 
 
@@ -54,8 +63,8 @@ def similar_modules(
 ) -> dict[str, nn.Module]:
     """Return the modules outside of the blocks that ran and may be further blocks or parts of them.
 
-    Three kinds are returned: modules with the class of a block, modules with two or more norms of the blocks' width of
-    which one is before a branch, and single norms before a branch.
+    The result has three kinds of modules. The first kind has the class of a block. The second has two or more norms of
+    the blocks' width, and at least one of them is before a branch. The third kind is a single norm before a branch.
     """
     blocks = list(blocks)
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
@@ -116,10 +125,16 @@ def _norms_on_branches(
 class _BypassedNorms:
     """A forward with gradients that finds the norms whose input also bypasses them.
 
-    The output of each norm is detached. If a tensor that the next block reads, or that the model returns, still depends
-    on the input of the norm, this input has bypassed the norm. The same tensor, or what a later block reads, must also
-    depend on the output of the norm. This is not so for the norm of a head that reads the stream between two blocks, or
-    of one of several heads. The blocks themselves run without gradients.
+    The search detaches the output of each norm, so that no gradient flows through the norm. It then looks at each
+    tensor that the next block reads, or that the model returns. If this tensor still has a gradient with respect to the
+    input of the norm, the input has bypassed the norm.
+
+    This alone does not make the norm part of a block. Suppose that a model computes
+    ``early_logits = head(norm(x))`` between two blocks. The stream x bypasses this norm on its way to the next block,
+    but no block ever reads the output of the norm. The search therefore returns a norm only if a tensor that a later
+    block reads, or the tensor that was reached past the norm, also has a gradient with respect to the norm's output.
+
+    The blocks themselves run without gradients.
     """
 
     def __init__(self) -> None:
@@ -210,10 +225,11 @@ class _BypassedNorms:
 def functional_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], trace: Trace, widths: set[int], run: Callable[[], Any]
 ) -> dict[str, nn.Module]:
-    """Return the modules outside of the blocks that may be blocks although they have no norms as modules.
+    """Return the modules outside of the blocks that may be blocks although they contain no norm as a module.
 
-    Such a module reads a stream of the blocks' width through a norm that is a function or the module itself, and adds
-    the result to the stream. One more forward records its call, and a copy of it is then tested.
+    Such a module normalizes a stream of the blocks' width by a function or in its own code, and adds the result of a
+    branch to the stream. The function runs the model once more to record the call of each candidate, and then tests a
+    copy of the candidate on this call.
     """
     inner = {module for block in blocks for module in block.modules()}
     candidates = {
@@ -243,12 +259,13 @@ def functional_blocks(
 def _normed_branches(module: nn.Module, call: probe.Call) -> int:
     """Return how many branches of a module read its stream through a norm.
 
-    The function looks only at what the module adds to its stream, so it also finds norms that are functions. After a
-    norm, this addition does not depend on the size of the stream. A second branch lets it depend on the size a little,
-    since that branch also reads the output of the first one. A branch that ends in a norm does not count.
+    The function looks only at what the module adds to its stream, so it also finds norms that are functions. If each
+    branch reads the stream through a norm, the module adds the same to x and to 4·x. With two branches, this is only
+    almost so, because the second branch also reads the output of the first branch. A branch that ends in a norm does
+    not count.
 
-    :returns: 0 without such a branch, 1 for a single branch that does not mix positions, such as that of a head, and 2
-        for any other module.
+    :returns: 0 if no branch reads the stream through a norm, 1 if there is a single branch that does not mix positions,
+        as in a head, and 2 for any other module.
     """
     try:
         with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):

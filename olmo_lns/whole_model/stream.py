@@ -1,9 +1,13 @@
 """Check that one residual stream goes through all blocks of a model.
 
-The model is run again while outputs of its blocks are changed. The change must arrive at the later blocks, since each
-of them reads the stream that the earlier ones wrote. :func:`require_one_stream` needs the blocks only, and finds two
-towers and norms between blocks. :func:`require_residual_stream` needs the sites as well. While these are frozen, random
-numbers that are added to the stream must arrive unchanged.
+Both functions run the model again and change outputs of its blocks. The change must arrive at the later blocks, because
+each of them reads the stream that the earlier blocks wrote.
+
+* :func:`require_one_stream` needs to know the blocks only. It refuses a model in which the change does not arrive,
+  since its blocks then belong to two towers, and a model that normalizes the stream between two blocks.
+* :func:`require_residual_stream` also needs to know the sites. It freezes them and adds random numbers to the stream.
+  If the model runs ``x = block(x)`` for each block, these numbers arrive unchanged after the last block. If the model
+  runs ``x = norm(block(x))``, they do not.
 """
 
 from __future__ import annotations
@@ -20,15 +24,19 @@ from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.trace import Trace, replace_stream
 
 _SINGLE = (torch.float32, torch.float64)
-#: A stream is normalized between two blocks if a stream of four times the size changes it by less than this part, and
-#: another stream by more.
+#: The model normalizes the stream between two blocks if the second block reads almost the same tensor after the first
+#: block's output was multiplied by four, but another tensor after the first block returned other numbers. "Almost the
+#: same" means a relative difference below this value.
 _NORMALIZED = 0.05
 #: Two changes of a stream are the same if their relative difference is below this value.
 _SAME_CHANGE = 0.01
 
 
 def tolerance_of_proportion(dtype: torch.dtype) -> float:
-    """Return up to which relative difference the change of a stream of this dtype counts as twice another one."""
+    """Return a relative tolerance: a change counts as twice another change if it differs from that by less.
+
+    :param dtype: the dtype of the stream, whose rounding the tolerance has to cover.
+    """
     return 0.02 if dtype in _SINGLE else 0.1
 
 
@@ -37,7 +45,8 @@ def require_one_stream(
 ) -> None:
     """Check that each block gets its stream from the block before it.
 
-    If the model changes the stream between two blocks, the model is run again with changed outputs of the blocks.
+    The trace shows whether each block reads the very tensor that the block before it returned. If not, the function
+    runs the model again with changed outputs of the blocks.
 
     :raises LNSConfigError: if the input of a block does not depend on the first block, as in a model with two streams,
         or does not depend on the size of the previous block's output, as after a norm.
@@ -114,9 +123,9 @@ def require_residual_stream(
 ) -> None:
     """Check that the whole model reads its stream through these norms only.
 
-    The model is run twice while the outputs of the norms are frozen. The second run adds random numbers to the input of
-    the first block and to the output of each block. These numbers must pass unchanged through all later blocks. Between
-    two blocks, the model may apply a linear function to them or begin another stage.
+    The function freezes the outputs of the norms and runs the model twice. In the second run it adds random numbers to
+    the input of the first block and to the output of each block. These numbers must pass unchanged through all later
+    blocks. Between two blocks the model may apply a linear function to the stream, or begin a stage of another width.
 
     :raises LNSConfigError: if the numbers are changed. The message names the block, or the two blocks between which
         the model reads its stream without a norm.

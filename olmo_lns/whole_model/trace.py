@@ -1,7 +1,16 @@
 """Run a model once and observe its modules.
 
 A :class:`Trace` says which modules ran, how often and in which order. It keeps the calls of the modules that may be
-blocks, and the shapes of what the others read. The other modules of this package decide what these observations mean.
+blocks, and the shapes of the inputs of all layers:
+
+.. code-block:: python
+
+    trace = trace_forward(model, lambda: model(ids), members=model.h)
+    trace.runs[model.h[0]]  # 1: the first block ran once
+    trace.calls[model.h[0]].stream  # the tensor that it received
+    trace.shapes[model.h[0].norm1]  # the shape that this norm read
+
+The other modules of this package decide what these observations mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Check that a model runs the same blocks and norms in training mode as in eval mode, in the same order on one stream.
 
-The example may fail in training mode, for instance because the model then needs labels. The model is not checked in
-this case. Some models write to their weights in such a forward, which is prevented.
+If the model cannot run on the example in training mode, for instance because it then needs labels, this module checks
+nothing. Some models write to their weights in a forward in training mode, for instance to update a teacher. This module
+then stops the forward before the write, so that the weights stay as they are.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def require_same_in_training(
     :param run: runs one forward of the model.
     :param in_training: the result of :func:`trace_in_training`, if there is one already.
     :param confirmation: how the blocks ran while they were confirmed in training mode, if they were.
-    :param named_by_user: true if the user passed the blocks. Others may then run in training mode.
+    :param named_by_user: true if the user passed the blocks. Further blocks may then run in training mode.
     :raises LNSConfigError: if further blocks run in training mode, if a norm runs several times, if the blocks run in
         another order, or if the stream is normalized between them. The message names the blocks or norms.
     """
@@ -149,8 +150,13 @@ def _keeps_proportion(
 ) -> bool:
     """Return true if a change of what one block returns arrives at the next one in proportion to its size.
 
-    What dropout, noise or a sum leaves of the change is in proportion, and what a norm leaves is not. The result is
-    also true if the stream arrives unchanged here, since only the numbers of the confirmation were changed then.
+    The function adds noise to the output of the first block, once and once of double size. If the model applies dropout
+    or an addition between the blocks, twice the noise moves the second block's stream twice as far. If the model
+    applies a norm, it does not.
+
+    The result is also true if the second block reads the very tensor that the first block returned. The caller saw a
+    difference between the two in the confirmation, which adds large random numbers to the stream. In a forward without
+    these numbers there is none.
 
     :param call: a call of the second block.
     """
@@ -210,7 +216,8 @@ class _NoWrites(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Return false. Otherwise the first operation imports torch's compiler, which takes some three seconds.
 
-        The method is that of torch 2.13. A torch without it loses these seconds, and nothing else.
+        The method has the name that torch 2.13 calls. If another version of torch does not call it, the only loss is
+        these three seconds.
         """
         return False
 

@@ -1,6 +1,7 @@
 """Check the norms that a user passes with ``norms=``, and find the blocks that run them.
 
-The user passes one pair of norms for each block, in the order of the blocks.
+The user passes one pair of norms for each block, in the order of the blocks, as in
+``norms=[(block.norm1, block.norm2) for block in model.layers]``.
 """
 
 from __future__ import annotations
@@ -146,9 +147,11 @@ def _block_of(
 ) -> nn.Module | None:
     """Return the block of a pair: the largest module that contains both norms, takes the stream and ran once.
 
-    What a wrapper adds to a block is then examined as well.
+    If a wrapper around a block adds something to its output, the largest module is the wrapper, so the probe examines
+    this addition as well.
 
-    :param others: the other norms that the user passed. The result is None if each such module contains one of them.
+    :param others: the norms of all other pairs. A module that contains one of them is no single block. The result is
+        None if there is no other module.
     """
     block = None
     parts = name_of[pair[0]].split(".")[:-1]
