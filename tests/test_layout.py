@@ -70,11 +70,27 @@ def arrows(tree):
     return {name for name in ours if name.split(".")[0] in LEVEL}
 
 
+#: Modules that name a module above them in a string -> the packages that they name so, with the reason.
+NAMED_ABOVE = {
+    "frameworks": {"integrations"},  # the hook loads an integration when its framework is imported
+    "hook": {
+        "diagnostics"
+    },  # the monitor also observes runs without a scheme, and wraps olmo.train as an integration does
+}
+
+
+def named(tree):
+    """The modules of ours that strings of a module name, also at the beginning of an f-string."""
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names = {text.removeprefix("olmo_lns.").rstrip(".") for text in texts if text.startswith("olmo_lns.")}
+    return {name for name in names if name in SOURCES or f"{name}.__init__" in SOURCES}
+
+
 def upwards(module, tree):
     package = module.split(".")[0]
-    if package in (PACKAGE, "hook"):  # the hook loads an integration when its framework is seen
+    if package == PACKAGE:
         return set()
-    targets = {name.split(".")[0] for name in arrows(tree)} - {package}
+    targets = {name.split(".")[0] for name in arrows(tree) | named(tree)} - {package} - NAMED_ABOVE.get(module, set())
     return {(module, target) for target in targets if LEVEL[target] <= LEVEL[package]}
 
 
@@ -84,6 +100,9 @@ def test_imports_run_only_downwards():
     assert found == set(), "imports against the order of the packages"
     assert upwards("integrations.olmo", ast.parse("def f():\n    from olmo_lns.diagnostics import monitor"))
     assert upwards("export.open", ast.parse("importlib.import_module('olmo_lns.study.describe')"))
+    assert upwards("hook", ast.parse("LATER = {'olmo.train': 'olmo_lns.study.launch'}"))
+    for module, above in NAMED_ABOVE.items():
+        assert {name.split(".")[0] for name in named(TREES[module])} >= above
 
 
 def test_the_map_in_contributing_has_the_packages_in_this_order():

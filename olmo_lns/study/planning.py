@@ -100,7 +100,7 @@ def find_problems(run: Run, gpus: int, *, has_layout: bool = True) -> list[str]:
         )
     if has_layout and (problem := workload.batch_problem(gpus)):
         problems.append(problem)
-    _ = run.parameter_count  # build the model
+    run.require_model()
     return problems
 
 

@@ -253,6 +253,13 @@ class Run:
         """Number of parameters, counted in the framework's model if it can be built."""
         return self.engine.count(self.config, self.loaded)
 
+    def require_model(self) -> None:
+        """Check that the framework loads the config and builds its model, if the framework is installed.
+
+        :raises LNSConfigError: if it does not.
+        """
+        _ = self.parameter_count  # the count is taken from the built model, and kept
+
     @property
     def workload(self) -> Workload:
         return self.engine.workload(self.settings)
