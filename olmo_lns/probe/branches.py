@@ -15,7 +15,7 @@ from torch import nn
 
 from olmo_lns.probe.call import hooks
 from olmo_lns.probe.recognize import is_leaf, norm_input
-from olmo_lns.probe.replay import ROUNDING, Change, Hook, Replay, raise_one_element, roll_channels
+from olmo_lns.probe.replay import ROUNDING, Change, Hook, Replay, double_and_roll, raise_one_element
 from olmo_lns.response import first_output
 
 #: A stream with this many rows has rows of clearly different sizes, unless a function makes them equal.
@@ -24,7 +24,7 @@ _MANY_ROWS = 4
 _NOT_REACHED = 1e-4
 
 
-def alike(replay: Replay) -> tuple[str, ...]:
+def branches_built_alike(replay: Replay) -> tuple[str, ...]:
     """Return the names of the two branches if they are modules with the same structure, or else ``()``.
 
     A branch is the module that contains one site but not the other, or that reads the output of one site.
@@ -32,7 +32,7 @@ def alike(replay: Replay) -> tuple[str, ...]:
     if len(replay.site_names) != 2:
         return ()
     names = {module: name for name, module in replay.block.named_modules()}
-    readers = _readers(replay)
+    readers = _first_readers(replay)
     for pair in (
         [_holder(replay, name) for name in replay.site_names],
         [readers.get(name) for name in replay.site_names],
@@ -45,7 +45,7 @@ def alike(replay: Replay) -> tuple[str, ...]:
     return ()
 
 
-def _readers(replay: Replay) -> dict[str, nn.Module]:
+def _first_readers(replay: Replay) -> dict[str, nn.Module]:
     """Return the first module with children that reads the output of each site, if there is one."""
     readers: dict[str, nn.Module] = {}
     outputs: dict[int, str] = {}
@@ -112,8 +112,8 @@ class NeutralBranch:
 
 
 def neutral_branches(replay: Replay) -> list[NeutralBranch]:
-    """Run the branch of each site while gains and biases are neutral."""
-    with replay.without_biases():
+    """Run the branch of each site while gains are 1 and biases 0."""
+    with replay.with_neutral_vectors():
         whole = replay.delta()
         return [
             NeutralBranch(
@@ -126,7 +126,7 @@ def neutral_branches(replay: Replay) -> list[NeutralBranch]:
         ]
 
 
-def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
+def ends_in_functional_norm(replay: Replay, neutral: NeutralBranch) -> bool:
     """Return true if all rows of the branch's output have the same size, however the output of its norm changes.
 
     A norm without gain and bias gives such rows. Gains and biases are therefore neutral during the check.
@@ -141,7 +141,7 @@ def ends_in_function(replay: Replay, neutral: NeutralBranch) -> bool:
     # Two rows may have almost the same size by chance, so a stream of few rows is changed once more.
     has_few_rows = replay.x.numel() < _MANY_ROWS * replay.x.shape[-1]
     changes: tuple[Change, ...] = (by_row, lambda y: 3.0 * y.roll(2, -1)) if has_few_rows else (by_row,)
-    with replay.without_biases():
+    with replay.with_neutral_vectors():
         moved = [replay.delta({replay.norms[name]: change}) for change in changes]
     branch = torch.stack([each - neutral.zero for each in (neutral.whole, *moved)])
 
@@ -201,7 +201,7 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
     # while the output that mixes positions is replaced by zeros.
     for first, second in itertools.product(mixing, others):
         frozen: dict[nn.Module, Change] = {first: torch.zeros_like}
-        if not replay.is_equal(replay.delta(frozen), replay.delta({**frozen, second: roll_channels})):
+        if not replay.is_equal(replay.delta(frozen), replay.delta({**frozen, second: double_and_roll})):
             return True
     return False
 
@@ -232,7 +232,7 @@ def has_separate_paths(replay: Replay) -> bool:
         if not replay.is_equal(replay.effect(first, second), effects[0] + effects[1]):
             continue
         if all(
-            replay.is_equal(_outputs(replay, [read], {changed: roll_channels})[read], before[read])
+            replay.is_equal(_outputs(replay, [read], {changed: double_and_roll})[read], before[read])
             for changed, read in ((first, second), (second, first))
         ):
             return True
@@ -242,7 +242,7 @@ def has_separate_paths(replay: Replay) -> bool:
 def _outputs(
     replay: Replay, modules: Sequence[nn.Module], changes: Mapping[nn.Module, Change]
 ) -> dict[nn.Module, torch.Tensor]:
-    """Hold the sites, and return the first outputs of those modules that ran once and returned a floating tensor."""
+    """Freeze the sites, and return the first outputs of those modules that ran once and returned a floating tensor."""
     outputs: dict[nn.Module, list[Any]] = {}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:

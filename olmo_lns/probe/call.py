@@ -46,12 +46,12 @@ class NotPreLN(Exception):
     """The block is not Pre-LN.
 
     :param reason: why it is not, as the end of a message.
-    :param curable: true if ``apply`` can still succeed once the user names the norms with ``norms=``.
+    :param norms_argument_may_help: true if ``apply`` can still succeed if the user passes ``norms=``.
     """
 
-    def __init__(self, reason: str, *, curable: bool = False) -> None:
+    def __init__(self, reason: str, *, norms_argument_may_help: bool = False) -> None:
         super().__init__(reason)
-        self.curable = curable
+        self.norms_argument_may_help = norms_argument_may_help
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,17 @@ class Call:
     :param args: positional arguments of the call.
     :param kwargs: keyword arguments of the call.
     :param place: position or keyword of the stream among the arguments.
-    :param summed: true if the block returns several tensors, such as (hidden, residual), whose sum is the stream.
-    :param is_change: true if the block returns only the change, which the model itself adds to the stream.
+    :param returns_parts: true if the block returns several tensors, such as (hidden, residual). Their sum is the
+        stream.
+    :param returns_change: true if the block returns only the change, which the model itself adds to the stream.
     :param seed: seed of the random generators during a replay.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     place: int | str
-    summed: bool = False
-    is_change: bool = False
+    returns_parts: bool = False
+    returns_change: bool = False
     seed: int = 0
 
     @property
@@ -100,10 +101,10 @@ class Call:
             raise NotPreLN(
                 f"its output has the type {type(output).__name__}, expected a tensor or a tuple that starts with one"
             )
-        if self.summed:
+        if self.returns_parts:
             parts = [part for part in tree_leaves(output) if torch.is_tensor(part) and part.shape == x.shape]
             return torch.stack(parts).sum(0)
-        return x + after if self.is_change else after
+        return x + after if self.returns_change else after
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors among the arguments, also those in lists, tuples and dicts."""

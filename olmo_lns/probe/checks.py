@@ -16,7 +16,7 @@ import torch
 
 from olmo_lns.probe import branches
 from olmo_lns.probe.call import BlockFailed, NotPreLN
-from olmo_lns.probe.replay import SAME_HALF, Change, Replay, Result, roll_channels
+from olmo_lns.probe.replay import SAME_HALF, Change, Replay, Result, double_and_roll
 
 log = logging.getLogger("olmo_lns")
 
@@ -25,7 +25,7 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     """Run all checks on a block.
 
     :param named_by_user: true if the user named the sites with ``norms=``.
-    :returns: the result of :func:`surviving_factors`. If the block computes something else in training mode,
+    :returns: the result of :func:`shares_lost_by_halving`. If the block computes something else in training mode,
         the smaller result of the two modes, because a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
@@ -44,7 +44,7 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
         check_two_branches(replay, sites_text, effects, effect_of_all)
     check_with_gradients(replay)
     check_under_autocast(replay)
-    shares, in_training = surviving_factors(replay, neutral), check_in_training(replay, effect_of_all)
+    shares, in_training = shares_lost_by_halving(replay, neutral), check_in_training(replay, effect_of_all)
     return {name: min(share, in_training.get(name, share)) for name, share in shares.items()}
 
 
@@ -64,13 +64,13 @@ def check_number_of_sites(replay: Replay) -> None:
     """Check that the block has one or two sites."""
     if (count := len(replay.site_names)) > 2:
         found = f"{count} norms read the stream ({', '.join(replay.site_names)}), expected two"
-        raise NotPreLN(found, curable=count > 3)
+        raise NotPreLN(found, norms_argument_may_help=count > 3)
 
 
 def check_other_norms_are_read(replay: Replay) -> None:
     """Check that each norm which is not a site has an effect on some output of the block."""
     for name in [name for name in replay.norms if name not in replay.site_names]:
-        outputs = replay.all_outputs({}), replay.all_outputs({replay.norms[name]: roll_channels})
+        outputs = replay.all_outputs({}), replay.all_outputs({replay.norms[name]: double_and_roll})
         is_unchanged = len(outputs[0]) == len(outputs[1]) and all(
             replay.is_equal(a.double(), b.double()) for a, b in zip(*outputs, strict=True)
         )
@@ -91,7 +91,7 @@ def check_one_stream(replay: Replay, sites_text: str) -> None:
     outside = [name for name in replay.all_norms if name not in replay.site_names]
     if not outside:
         return
-    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
+    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, double_and_roll)
     still, moved = (replay.inputs_of(outside, frozen=replay.site_names, changes=each) for each in ({}, changes))
     suspects = {name for name in still.keys() & moved.keys() if replay.is_equal(still[name], moved[name])}
     varied: set[str] = set()  # norms that read an argument, or something that the block computes from one
@@ -141,7 +141,7 @@ def check_branches_differ(replay: Replay) -> None:
 
     Two layers of one branch, or two blocks that run one after the other, are built alike.
     """
-    if alike := branches.alike(replay):
+    if alike := branches.branches_built_alike(replay):
         raise NotPreLN(
             f"its two branches {' and '.join(alike)} are built alike, so it holds two layers of one branch, or two "
             "blocks; expected attention and feed-forward"
@@ -157,7 +157,7 @@ def check_ends_of_branches(replay: Replay, sites_text: str, neutral: Sequence[br
         if replay.is_added(replay.norms[name]):
             raise NotPreLN(f"its norm {name} sits on a branch, besides {sites_text} (Sandwich-LN)")
     for branch in neutral:
-        if branches.ends_in_function(replay, branch):
+        if branches.ends_in_functional_norm(replay, branch):
             raise NotPreLN(f"the branch that reads {branch.name} ends in a norm that is a function (Sandwich-LN)")
 
 
@@ -176,7 +176,7 @@ def check_two_branches(
     elif not branches.reads_norm_twice(replay):
         raise NotPreLN(
             f"it has one branch, after {sites_text}; expected attention and feed-forward, one of which mixes positions",
-            curable=True,
+            norms_argument_may_help=True,
         )
 
 
@@ -193,7 +193,7 @@ def check_with_gradients(replay: Replay) -> None:
     """Check that, also while gradients are computed, the branches read the stream through the sites alone."""
     expected = replay.result(trains=False)
     with torch.enable_grad():
-        if not replay.agrees_with(expected):
+        if not replay.separates_branches_as(expected):
             raise NotPreLN(f"in eval mode with gradients its branches bypass {replay.sites_text}")
 
 
@@ -203,7 +203,7 @@ def check_under_autocast(replay: Replay) -> None:
     tolerance, replay.tolerance = replay.tolerance, SAME_HALF
     try:
         with torch.autocast(replay.x.device.type, torch.bfloat16):
-            is_independent = replay.agrees_with(expected)
+            is_independent = replay.separates_branches_as(expected)
     except BlockFailed as error:  # dtypes or a kernel that the block lacks
         log.info("%s does not run under autocast, so it was not checked there: %s", type(replay.block).__name__, error)
         is_independent = True
@@ -217,15 +217,15 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
     """Check the same in training mode, and whether a branch ends in a norm there.
 
     :param effect_of_all: the effect of all sites in eval mode.
-    :returns: the result of :func:`surviving_factors` in training mode. It is empty if the block computes the same there
-        as in eval mode, apart from dropout.
+    :returns: the result of :func:`shares_lost_by_halving` in training mode. It is empty if the block computes the same
+        there as in eval mode, apart from dropout.
     """
-    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, roll_channels)
+    changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, double_and_roll)
     in_eval = replay.reference_delta, replay.reference_delta + effect_of_all
     with replay.in_mode(True):
         result = _run_with_all_branches(replay)
         with torch.no_grad():
-            is_independent = replay.agrees_with(result)
+            is_independent = replay.separates_branches_as(result)
         results = result, replay.run(replay.second_input, replay.site_names)
         if not (is_independent and replay.are_independent_of_stream(results)):
             raise NotPreLN(f"in training mode its branches bypass {replay.sites_text}")
@@ -235,7 +235,7 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
             return {}
         neutral = branches.neutral_branches(replay)
         check_ends_of_branches(replay, f"{replay.sites_text} in training mode", neutral)
-        return surviving_factors(replay, neutral)
+        return shares_lost_by_halving(replay, neutral)
 
 
 def _run_with_all_branches(replay: Replay) -> Result:
@@ -248,14 +248,14 @@ def _run_with_all_branches(replay: Replay) -> Result:
         replay.call = replace(usual, seed=seed)
         if len((result := replay.run(replay.x, replay.site_names))[1]) == len(replay.site_names):
             if seed == usual.seed:
-                replay.keep_result(result, trains=True)
+                replay.store_result(result, trains=True)
             return result
     replay.call = usual
     return replay.run(replay.x, replay.site_names)
 
 
-def surviving_factors(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
-    """Return for each site how much of its branch is lost if the output of the norm is halved, as a part of the branch.
+def shares_lost_by_halving(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
+    """Return for each site which share of its branch is lost if the output of the norm is halved.
 
     The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor. Such a norm is inside of the
     branch, as that of a latent. The block is not refused for it.

@@ -14,7 +14,7 @@ from torch import nn
 
 from olmo_lns.initialization import residual_projections
 from olmo_lns.probe.call import Call
-from olmo_lns.probe.replay import Replay, roll_channels
+from olmo_lns.probe.replay import Replay, double_and_roll
 
 
 def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
@@ -45,7 +45,7 @@ def _have_effect_without(replay: Replay, names: Sequence[str], parameters: Seque
         parameter.data = torch.zeros_like(parameter)
     try:
         delta = replay.delta()
-        effects = [replay.delta({replay.norms[name]: roll_channels}) - delta for name in names]
+        effects = [replay.delta({replay.norms[name]: double_and_roll}) - delta for name in names]
     finally:
         for parameter, data in zip(parameters, saved, strict=True):
             parameter.data = data

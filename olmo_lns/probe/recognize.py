@@ -53,8 +53,8 @@ def is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return False
 
     def run(value: torch.Tensor) -> torch.Tensor:
-        alike = {id(tensor) for tensor in _alike(example, args, kwargs)}
-        arguments = tree_map(lambda leaf: value if id(leaf) in alike else leaf, (args, dict(kwargs)))
+        normalized = {id(tensor) for tensor in _inputs_of_one_shape(example, args, kwargs)}
+        arguments = tree_map(lambda leaf: value if id(leaf) in normalized else leaf, (args, dict(kwargs)))
         return torch.as_tensor(first_output(module(*arguments[0], **arguments[1]))).double()
 
     generator = torch.Generator().manual_seed(3)
@@ -80,10 +80,10 @@ def normalized_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.
     This is its input, or the sum of all inputs of one shape if the module adds them before it normalizes.
     """
     first = norm_input(args, kwargs)
-    return torch.stack([value.detach().double() for value in _alike(first, args, kwargs)]).sum(0)
+    return torch.stack([value.detach().double() for value in _inputs_of_one_shape(first, args, kwargs)]).sum(0)
 
 
-def _alike(first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _inputs_of_one_shape(first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the floating tensors among the arguments that have the shape of the first."""
     tensors = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.is_floating_point()]
     return [value for value in tensors if value.shape == first.shape] if first.dim() > 1 else [first]

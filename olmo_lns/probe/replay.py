@@ -129,7 +129,7 @@ class Replay:
         inputs: dict[str, torch.Tensor] = {}
 
         def freeze(name: str) -> Hook:
-            return lambda module, args, kwargs, output: self.freeze(name, x, inputs, args, kwargs, output)
+            return lambda module, args, kwargs, output: self.frozen_output(name, x, inputs, args, kwargs, output)
 
         def change(function: Change) -> Hook:
             return lambda module, args, output: replace_first(output, function(first_output(output)))
@@ -141,7 +141,7 @@ class Replay:
             delta = (call or self.call).replay(self.block, x).detach().double() - x.detach().double()
         return delta, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
-    def freeze(
+    def frozen_output(
         self, name: str, x: torch.Tensor, inputs: dict[str, torch.Tensor], args: Any, kwargs: Any, output: Any
     ) -> Any:
         """Return the output of a norm in which the frozen tensor replaces what the norm computed.
@@ -178,9 +178,9 @@ class Replay:
     def effect(self, *modules: nn.Module, change: Change | None = None) -> torch.Tensor:
         """Freeze the sites, change the outputs of these modules, and return by how much the block's output changes.
 
-        :param change: the function that is applied to each output; the default is :func:`roll_channels`.
+        :param change: the function that is applied to each output; the default is :func:`double_and_roll`.
         """
-        delta = self.delta(dict.fromkeys(modules, change or roll_channels))
+        delta = self.delta(dict.fromkeys(modules, change or double_and_roll))
         if delta.shape != self.reference_delta.shape:
             raise BlockFailed(f"its output has the shape {tuple(delta.shape)} once another output of a norm is changed")
         return delta - self.reference_delta
@@ -258,20 +258,17 @@ class Replay:
         """Return true if an effect on the block's output is more than rounding."""
         return not float(effect.norm()) < self.tolerance * float(self.reference_delta.norm())
 
-    def is_independent_of_stream(self, names: Sequence[str], *, accept_inner: bool = False) -> bool:
-        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while these norms are frozen.
-
-        :param accept_inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not
-            depend on x.
-        """
-        return self.are_independent_of_stream(self.run_twice(names), accept_inner=accept_inner)
-
     def run_twice(self, names: Sequence[str]) -> tuple[Result, Result]:
         """Freeze these norms, and return the results of :meth:`run` on the two streams."""
         return self.run(self.x, names), self.run(self.second_input, names)
 
     def are_independent_of_stream(self, results: tuple[Result, Result], *, accept_inner: bool = False) -> bool:
-        """Return the same as :meth:`is_independent_of_stream`, from two results that are already there."""
+        """Return true if neither ``block(x) - x`` nor a norm's input minus x depends on x while some norms are frozen.
+
+        :param results: what :meth:`run_twice` returned for these norms.
+        :param accept_inner: also accept norms inside of a branch, whose input itself, without the subtraction, does not
+            depend on x.
+        """
         (delta, inputs), (second_delta, second_inputs) = results
         streams = self.x.double(), self.second_input.double()
         if len(inputs) != len(second_inputs):  # the stream decides which norms run
@@ -281,7 +278,7 @@ class Replay:
             for a, b in zip(inputs, second_inputs, strict=True)
         )
 
-    def agrees_with(self, expected: Result) -> bool:
+    def separates_branches_as(self, expected: Result) -> bool:
         """Return true if the sites separate the branches from the stream here as well as where ``expected`` was found.
 
         The block may be in another mode than it was then, such as one with gradients. In most blocks, the run on the
@@ -312,7 +309,9 @@ class Replay:
         self.all_norms = {name: self.block.get_submodule(name) for name in earlier.all_norms}
         self.x, self.second_input, self.frozen = earlier.x, earlier.second_input, earlier.frozen
         self.layouts, self.shapes, self.site_names = earlier.layouts, earlier.shapes, earlier.site_names
-        self.call = replace(self.call, summed=earlier.call.summed, is_change=earlier.call.is_change)
+        self.call = replace(
+            self.call, returns_parts=earlier.call.returns_parts, returns_change=earlier.call.returns_change
+        )
 
     def result(self, *, trains: bool) -> Result:
         """Return the result of :meth:`run` on the first stream while the sites are frozen. It is computed once.
@@ -324,16 +323,16 @@ class Replay:
                 self._results[trains] = self.run(self.x, self.site_names)
         return self._results[trains]
 
-    def keep_result(self, result: Result, *, trains: bool) -> None:
-        """Keep what :meth:`result` would compute, if it is known."""
+    def store_result(self, result: Result, *, trains: bool) -> None:
+        """Store what :meth:`result` would compute, if it is known."""
         self._results[trains] = result
 
-    def matches(self, earlier: Replay) -> bool:
+    def computes_the_same_as(self, earlier: Replay) -> bool:
         """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
-        return all(earlier.is_result(self.result(trains=trains), trains=trains) for trains in (False, True))
+        return all(earlier.computes(self.result(trains=trains), trains=trains) for trains in (False, True))
 
-    def is_result(self, result: Result, *, trains: bool) -> bool:
-        """Return true if this block computes the same as another one whose result is given.
+    def computes(self, result: Result, *, trains: bool) -> bool:
+        """Return true if the result of this block is ``result``, which another block has.
 
         :param trains: compare in training mode, and not in eval mode.
         """
@@ -347,7 +346,7 @@ class Replay:
     @property
     def returns_stream(self) -> bool:
         """True if the block returns the stream, and not its change or two parts of it."""
-        return not (self.call.summed or self.call.is_change)
+        return not (self.call.returns_parts or self.call.returns_change)
 
     @contextmanager
     def parameters_in(self, block: nn.Module) -> Iterator[None]:
@@ -371,7 +370,7 @@ class Replay:
             for gate, value in gates:
                 gate.copy_(value)
 
-    def matches_scaled(self, earlier: Replay, factor: float) -> bool:
+    def computes_the_same_with_factor(self, earlier: Replay, factor: float) -> bool:
         """Return true if this block computes what an earlier one does, but multiplies its norms by ``factor`` itself.
 
         :param earlier: the replay of a block with the same structure.
@@ -396,7 +395,7 @@ class Replay:
             self.call, self._reference_delta = call, in_eval
 
     @contextmanager
-    def without_biases(self) -> Iterator[None]:
+    def with_neutral_vectors(self) -> Iterator[None]:
         """Set all biases to 0 and all other vectors, such as gains, to 1 while the context runs."""
         saved = {parameter: parameter.data for parameter in self.block.parameters()}
         for name, parameter in self.block.named_parameters():
@@ -421,8 +420,8 @@ class Replay:
         return value.permute(self.layouts.get(name, tuple(range(self.x.dim()))))
 
 
-def roll_channels(y: torch.Tensor) -> torch.Tensor:
-    """Double a tensor and shift its channels by one."""
+def double_and_roll(y: torch.Tensor) -> torch.Tensor:
+    """Double a tensor, and shift its channels by one."""
     return 2.0 * y.roll(1, -1)
 
 

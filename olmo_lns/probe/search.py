@@ -92,7 +92,7 @@ def pre_ln_sites(
                 replay = Replay(copied, call.detached(dtype), dtype)
                 if earlier is not None:
                     replay.take_from(earlier.replay)
-                    if replay.matches(earlier.replay):
+                    if replay.computes_the_same_as(earlier.replay):
                         return earlier
                     replay, expected_names = Replay(copied, replay.call, dtype), earlier.names
                 with _refusing_runs_of(block):
@@ -115,7 +115,7 @@ def pre_ln_sites(
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
                 "read the stream through a norm that is a module. docs/without-a-plugin.md scales other models."
-                + (f" {advice}" if advice and reason.curable else "")
+                + (f" {advice}" if advice and reason.norms_argument_may_help else "")
             ) from None
         except BlockFailed as error:
             problem = problem or error
@@ -148,7 +148,8 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
     """
     if not replay.norms:
         raise NotPreLN(
-            "none of its modules is a norm of the stream; norms that are functions cannot be scaled", curable=True
+            "none of its modules is a norm of the stream; norms that are functions cannot be scaled",
+            norms_argument_may_help=True,
         )
     if expected is not None and not replay.norms.keys() >= set(expected):
         raise NotPreLN(f"found {', '.join(replay.norms)}, expected {', '.join(expected)} as in a block built alike")
@@ -157,7 +158,7 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
     if not replay.are_independent_of_stream(results, accept_inner=expected is None):
         raise NotPreLN(
             f"it reads its stream elsewhere than through its norms, {', '.join(replay.norms)}",
-            curable=True,
+            norms_argument_may_help=True,
         )
     if expected is None:
         readers = _readers_of_stream(replay, names, results)
@@ -165,7 +166,7 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
             return
         names, results = _leave_out_inner(replay, names, results, keep=())
     if not replay.are_independent_of_stream(results):
-        raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", curable=True)
+        raise NotPreLN(f"its norms {', '.join(names)} do not read its stream", norms_argument_may_help=True)
     replay.set_sites(names, results[0])
 
 
@@ -225,9 +226,9 @@ def _check_sites_of_user(replay: Replay, names: tuple[str, ...]) -> None:
         others = f"; its norms are {', '.join(replay.norms)}" if replay.norms else ""
         raise NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
     replay.site_names = names
-    forms: tuple[dict[str, bool], ...] = ({}, {"summed": True}, {"is_change": True})
+    forms: tuple[dict[str, bool], ...] = ({}, {"returns_parts": True}, {"returns_change": True})
     for form in forms:
-        replay.call = replace(replay.call, **{"summed": False, "is_change": False, **form})  # type: ignore[arg-type]
+        replay.call = replace(replay.call, **{"returns_parts": False, "returns_change": False, **form})  # type: ignore[arg-type]
         if replay.are_independent_of_stream(results := replay.run_twice(names)):
             replay.set_sites(names, results[0])
             break

@@ -28,7 +28,7 @@ Read the modules in this order:
 * ``trace``: observe one forward.
 * ``names``: names of modules in messages.
 * ``stream``: check that one stream goes through all blocks.
-* ``lookalikes``: find modules outside of the blocks that look like blocks.
+* ``further_blocks``: find modules outside of the blocks that look like blocks.
 * ``depth``: check that the blocks are the whole depth of the model.
 * ``blocks``: find the blocks. ``user_norms``: check the norms that a user passed instead.
 * ``confirmation``: compare all blocks with those that were probed.

@@ -121,7 +121,7 @@ def _find_streams(blocks: Sequence[nn.Module], trace: Trace) -> None:
             trace.calls[block] = replace(call, place=place)
     elif all(_is_sum(call.stream, y, following.stream) for call, (y, following) in zip(whole, pairs, strict=False)):
         for block, call in zip(blocks, whole, strict=True):
-            trace.calls[block] = replace(call, is_change=True)
+            trace.calls[block] = replace(call, returns_change=True)
 
 
 def _argument(call: probe.Call, place: int | str) -> Any:

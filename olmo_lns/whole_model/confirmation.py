@@ -52,7 +52,7 @@ def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.R
     return (
         len(blocks) == len(replays) > 0
         and all(replay.dtype == torch.float32 and replay.returns_stream for replay in replays.values())
-        and all((call := trace.calls.get(block)) is not None and not call.is_change for block in blocks)
+        and all((call := trace.calls.get(block)) is not None and not call.returns_change for block in blocks)
         and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
         and all(type(p.data) is torch.Tensor and p.dtype == torch.float32 for p in parameters)
     )
@@ -99,7 +99,7 @@ def confirming(
         delta = after.detach().double() - before[block].double()
         read = inputs.pop(block)
         found = [read[name] for name in replay.site_names if name in read]
-        if replay.is_result((delta, found), trains=trains):
+        if replay.computes((delta, found), trains=trains):
             confirmation.blocks.add(block)
         returned.add(block)
         last.append(moved(after))
@@ -110,7 +110,7 @@ def confirming(
         confirmation.norm_runs[norm] = confirmation.norm_runs.get(norm, 0) + 1
         if block not in before or block not in inputs:  # another module runs the norm
             return output
-        return replays[block].freeze(name, before[block], inputs[block], args, kwargs, output)
+        return replays[block].frozen_output(name, before[block], inputs[block], args, kwargs, output)
 
     with ExitStack() as stack:
         for block in blocks:

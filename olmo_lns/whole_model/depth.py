@@ -2,7 +2,7 @@
 
 The factor of a block depends on its number in the whole depth, so no block may be missed. If a model has the blocks
 ``layers`` and runs a further block ``last_layer`` after them, for example, the depth is one more than the length of
-``layers``. :mod:`olmo_lns.whole_model.lookalikes` finds the modules that may be further blocks. This module accepts
+``layers``. :mod:`olmo_lns.whole_model.further_blocks` finds the modules that may be further blocks. This module accepts
 them only if they belong to another tower, such as the vision tower of a language model.
 """
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.probe.replay import roll_channels
+from olmo_lns.probe.replay import double_and_roll
 from olmo_lns.response import first_output, replace_first
-from olmo_lns.whole_model.lookalikes import functional_blocks, similar_modules, stream_widths
+from olmo_lns.whole_model.further_blocks import functional_blocks, similar_modules, stream_widths
 from olmo_lns.whole_model.names import expression, norms_example
 from olmo_lns.whole_model.trace import Trace, replace_stream
 
@@ -120,7 +120,7 @@ def _reaches(modules: Sequence[nn.Module], block: nn.Module, trace: Trace, run: 
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:
         y = first_output(output)
-        return replace_first(output, roll_channels(y)) if torch.is_tensor(y) else output
+        return replace_first(output, double_and_roll(y)) if torch.is_tensor(y) else output
 
     parts = [part for module in modules for part in _parts_that_run(module)]
     before, after = _stream_before(block, [part.register_forward_hook(change) for part in parts], trace, run)
@@ -160,7 +160,7 @@ def _feeds(first: Sequence[nn.Module], second: Sequence[nn.Module], trace: Trace
         return False
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:
-        return replace_stream(output, roll_channels(probe.stream_of(output)))  # type: ignore[arg-type]
+        return replace_stream(output, double_and_roll(probe.stream_of(output)))  # type: ignore[arg-type]
 
     before, after = _stream_before(second[0], [first[-1].register_forward_hook(change)], trace, run)
     if after is None or after.shape != before.shape:

@@ -136,7 +136,7 @@ def require_residual_stream(
     numbers = {block: number for number, block in enumerate(blocks)}
     # Where the model adds what a block returns, only outputs are changed.
     calls = {block: call for block in blocks if (call := trace.calls[block]) is not None}
-    is_change = all(block in calls and calls[block].is_change for block in blocks)
+    returns_change = all(block in calls and calls[block].returns_change for block in blocks)
 
     def drawn(table: dict[Any, torch.Tensor], key: Any, like: torch.Tensor) -> torch.Tensor:
         if key not in table:
@@ -158,7 +158,7 @@ def require_residual_stream(
             number = numbers[block]
             stream = calls[block].stream_among(args, kwargs)
             before[number] = stream.detach()
-            if number > 0 or is_change or only is not None:
+            if number > 0 or returns_change or only is not None:
                 return None
             return calls[block].with_stream(args, kwargs, stream + size * drawn(added, "input", stream))
 
@@ -180,14 +180,14 @@ def require_residual_stream(
     norms = list(norms)
     (before, after), (moved_before, moved_after) = forward(0.0), forward(1.0)
     difference = [moved_before[number].double() - before[number].double() for number in range(len(blocks))]
-    expected = difference[0] if is_change else added["input"].double()
+    expected = difference[0] if returns_change else added["input"].double()
     places = []
     for number in range(len(blocks)):
         if number > 0:
             if not _is_moved_by(expected, before[number], moved_before[number]):
                 places.append(number)
             expected = difference[number]
-        if not is_change and not _is_moved_by(expected, after[number], moved_after[number]):
+        if not returns_change and not _is_moved_by(expected, after[number], moved_after[number]):
             raise LNSConfigError(
                 f"{type(model).__name__}: block {number + 1} reads the model's stream past its norms, for example "
                 "through an argument that the model computes from the stream. LayerNorm Scaling expects that the "

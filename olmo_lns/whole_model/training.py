@@ -22,7 +22,7 @@ from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.shadow import has_no_values
 from olmo_lns.whole_model.confirmation import Confirmation
-from olmo_lns.whole_model.lookalikes import functional_blocks, similar_modules
+from olmo_lns.whole_model.further_blocks import functional_blocks, similar_modules
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import is_same, tolerance_of_proportion
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
@@ -138,7 +138,7 @@ def _flow(
     order, changed = [module for module in observed.runs if module in set(blocks)], []
     for before, block in itertools.pairwise(order):
         call, in_eval, output = observed.calls.get(block), trace.calls[block], observed.outputs.get(before)
-        if call is None or in_eval is None or output is None or in_eval.is_change:
+        if call is None or in_eval is None or output is None or in_eval.returns_change:
             continue
         if not is_same(output, in_eval.stream_among(call.args, call.kwargs)):
             changed.append((before, block))

@@ -130,7 +130,7 @@ def _locate(
         # The attributes that the model sets on its blocks in its forward stay until all blocks have been copied.
         confirmed, in_training, traced = _confirm(model, found, probes, run)
         probes.probe_others(confirmed.blocks, in_training.order if in_training is not None else ())
-        to_check = [*probes.separately, *probes.differ_without_hooks]
+        to_check = [*probes.separately, *probes.equal_only_with_hooks]
         hooked = [name for block, each in to_check for name in norms_to_hook(block, each, arithmetic_of)]
         block_norms, projections = probes.norms, probes.projections
         names = {module: name for name, module in model.named_modules()}  # a first forward may add modules

@@ -1,4 +1,4 @@
-"""Check that the norms of all blocks compute norms, and have no depth factor of their own.
+"""Check that the norms of all blocks compute norms, and are not multiplied by LNS already.
 
 The probe runs one block of each structure. The other blocks are compared with it while the outputs of their norms are
 frozen, so this comparison does not show what their norms compute. Here each norm runs alone on the same random rows,
@@ -36,7 +36,8 @@ def check_norms(
     :param norms: the norms of each block, from block 1.
     :param shapes: shape of the input of each norm in the forward of the model.
     :param device: the device of norms without weights.
-    :raises LNSConfigError: if a norm computes no norm, or if the norms multiply their outputs by a depth factor.
+    :raises LNSConfigError: if a norm computes no norm, or if the norms multiply their outputs by a power of the
+        number of the block.
     """
     firsts: dict[Any, tuple[int, torch.Tensor]] = {}  # kind of a norm -> number of the first block with it, its output
     exponents: list[float] = []  # of the number of a block, in the factor of its norm to that of the first block

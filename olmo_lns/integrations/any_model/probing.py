@@ -35,7 +35,7 @@ class BlockProbes:
         #: The blocks that were probed separately, with their results.
         self.separately: list[tuple[nn.Module, probe.BlockSites]] = []
         #: Other blocks that do the same as the first one of their structure only while their norms have hooks.
-        self.differ_without_hooks: list[tuple[nn.Module, probe.BlockSites]] = []
+        self.equal_only_with_hooks: list[tuple[nn.Module, probe.BlockSites]] = []
         self._calls = [None if block is None else trace.calls.get(block) for block in stack]
         self._given = [
             None if pair is None or block is None else tuple(_names(block)[norm] for norm in pair)
@@ -59,7 +59,7 @@ class BlockProbes:
 
         :param confirmed: the blocks that were compared already, and do the same.
         :param ran: the blocks that were compared already, without hooks on their norms. One that does the same only
-            with hooks is then kept in ``differ_without_hooks``.
+            with hooks is then kept in ``equal_only_with_hooks``.
         """
         for number, first in self._first_alike.items():
             if number == first:
@@ -70,7 +70,7 @@ class BlockProbes:
                 continue
             found, block = self._probe(number, earlier), self.stack[number - 1]
             if found is earlier and block is not None and block in ran:
-                self.differ_without_hooks.append((block, found))
+                self.equal_only_with_hooks.append((block, found))
             if found is not earlier and found.names == earlier.names:
                 _require_no_factor(found, earlier, number, first)
 
@@ -154,7 +154,7 @@ def _require_no_factor(found: probe.BlockSites, earlier: probe.BlockSites, numbe
     :param first: number of the earlier block.
     :raises LNSConfigError: if this block is the earlier one with the factor of its own number.
     """
-    if found.replay.matches_scaled(earlier.replay, math.sqrt(first / number)):
+    if found.replay.computes_the_same_with_factor(earlier.replay, math.sqrt(first / number)):
         raise LNSConfigError(
             f"Block {number} ({type(found.replay.block).__name__}) computes what block {first} computes if the outputs "
             f"of its norms are multiplied by sqrt({first}/{number}). This model therefore has LayerNorm Scaling in its "

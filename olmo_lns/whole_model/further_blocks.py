@@ -1,4 +1,4 @@
-"""Find the modules outside of a model's blocks that look like further blocks.
+"""Find the modules outside of a model's blocks that may be further blocks.
 
 A module looks like a block if one of three things is true:
 
@@ -68,33 +68,33 @@ def similar_modules(
     """
     blocks = list(blocks)
     kinds, inner = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    alike: dict[str, nn.Module] = {}
+    similar: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parts = set(module.modules())
-        if module in inner or any(is_inside(name, outer) for outer in alike):
+        if module in inner or any(is_inside(name, outer) for outer in similar):
             continue
         if type(module) in kinds - {nn.Sequential} and module in trace.runs:
-            alike[name] = module
+            similar[name] = module
             continue
         if parts & inner:  # a module around the blocks
             continue
         norms = [part for part in parts if part in trace.runs and trace.is_norm(part)]
         if sum(trace.shapes.get(norm, (0,))[-1] in widths for norm in norms) > 1:
-            alike[name] = module
+            similar[name] = module
     around = _norms_on_branches(model, blocks, trace, widths, run)
     if around is None:
-        return alike
+        return similar
     kinds = kinds - {nn.Sequential}
-    alike = {
+    similar = {
         name: module
-        for name, module in alike.items()
+        for name, module in similar.items()
         if around.intersection(module.modules()) or any(type(part) in kinds for part in module.modules())
     }
-    named = {part for module in alike.values() for part in module.modules()}
+    named = {part for module in similar.values() for part in module.modules()}
     rest = around - named
-    if len(rest) == 1 and not alike and all(map(_runs_after(blocks, trace), rest)):  # of a head
+    if len(rest) == 1 and not similar and all(map(_runs_after(blocks, trace), rest)):  # of a head
         rest = set()
-    return alike | {name: module for name, module in model.named_modules() if module in rest}
+    return similar | {name: module for name, module in model.named_modules() if module in rest}
 
 
 def _norms_on_branches(
