@@ -101,8 +101,8 @@ _TABLE: tuple[_Row, ...] = (
     _Row("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", init_fn="mitchell"),
     _Row("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled"),
     _Row("preln_depth_scaled_init", "Pre-LN + depth-scaled init", PRE_LN, "depth_scaled", "depth-scaled init"),
-    # Only a scheme removes the depth factor of full_megatron, so preln_head is LNS with exponent 0, whose factors are all 1.
-    # The head at 1/sqrt(d) remains.
+    # Only a scheme removes the depth factor of full_megatron, so preln_head is LNS with exponent 0. Its factors are all
+    # 1, and the head at 1/sqrt(d) remains.
     _Row("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
     _Row("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", init_fn="full_megatron"),
     *map(_plain, ("postln", "deepnorm", "mixln")),
