@@ -30,8 +30,10 @@ Factor = float | torch.Tensor
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 0.05
 #: The same for one norm that gets fp64. Many norms compute their statistics in fp32 even then.
 _TOLERANCE_NORM = 1e-5
-#: Allowed difference of the outputs of a model, relative to their size, if what a norm returns is doubled and what its
-#: readers receive is halved. A power of two changes no digits, so a larger difference comes from another reader.
+#: Allowed difference of the outputs of a model, relative to their size, in the search for a hidden reader of a norm.
+#: The search doubles the output of the norm and halves the input of each linear layer that is known to read the norm.
+#: These two changes cancel exactly, because a power of two changes no digits. If the outputs of the model differ by
+#: more than this value, other code also reads the norm.
 _TOLERANCE_READERS = 1e-3
 
 

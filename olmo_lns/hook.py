@@ -135,7 +135,12 @@ class _Finder:
         return find_spec(name, path, target)
 
     def path_hook(self, path: str) -> Any:
-        """Put the finder at the first place again while a framework is imported. It never finds a path."""
+        """Move the finder to the front of ``sys.meta_path`` again while a framework is imported.
+
+        Python calls this function when it first looks for modules in a folder, such as the folder of OLMo's package.
+        Another package may have put its own finder in front by then. The function always raises ImportError, because
+        it imports nothing itself. Python then asks its next path hook.
+        """
         name = os.path.basename(path)
         if name in FRAMEWORKS and name in sys.modules:
             self.find_spec(name)

@@ -1,4 +1,7 @@
-"""The kinds of measurements of a built model, and their text in the start-up line."""
+"""The kinds of measurements of a built model, and their text in the start-up line.
+
+Logs of earlier runs contain these texts, so they do not change.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ class Measured(Enum):
     OUTPUT = "output"
     #: The gradient of each norm's input is its factor times the gradient before.
     GRADIENT = "gradient"
-    #: The same for all norms but those that are fused with a linear layer, whose gradient is not measured.
+    #: The gradient was measured like that for each norm, except for norms that are fused with a linear layer.
     GRADIENT_UNLESS_FUSED = "gradient where no linear layer is fused"
     #: The residual output projections have the standard deviation that their initialization gives.
     INITIALIZATION = "initialization"
-    #: The config has the requested initialization. The weights have no values in this process, or no known deviation.
+    #: The config names the requested initialization, but no weight was measured. Either the weights have no values in
+    #: this process, or their standard deviation is not known.
     INITIALIZATION_IN_CONFIG = "initialization (read back)"
 
 

@@ -123,7 +123,7 @@ def require_same(
     if saved is None:
         if running.is_pre_ln:
             return
-        finding = "no config beside it names the scheme of its weights"
+        finding = "no config was found beside its weights, so their scheme is not known"
         remedy = "Copy the config of its run beside the weights"
     else:
         finding = f"{says} {differing or saved}"

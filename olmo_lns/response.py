@@ -20,7 +20,8 @@ from olmo_lns.measured import Measured
 __all__ = ["TOLERANCE_16_BITS", "Response", "first_output", "measure_response", "replace_first", "tolerance_of"]
 
 #: Allowed difference between two ways of computing a norm, relative to its size: the rounding of fp32 and of 16 bits,
-#: with room for sums in another order. An error of eps or of a clamp in the small and the massive rows is larger.
+#: with room for sums in another order. If the scaled norm has a wrong eps, the small rows differ by more than this. If
+#: it lacks a clamp, the massive rows do.
 _TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.02
 #: If a factor differs from 1 by less than this share of the tolerance, it is not told from 1. Multiplying a number of
 #: 16 bits by a factor nearer to 1 may change no digit of it: the step between two numbers of bf16 is up to 0.8 %.

@@ -26,7 +26,8 @@ __all__ = ["RandomWeights", "device_of", "has_no_values", "real_default_device",
 #: How many random numbers are drawn. Longer tensors repeat them. The number is prime, so that the rows of a matrix
 #: differ.
 _DRAWN = 1_000_003
-#: Each parameter's view starts this many elements after the one before, within the first ``_STARTS`` elements.
+#: The view of each parameter starts ``_STEP`` elements after the view of the parameter before it. After ``_STARTS``
+#: elements the starts begin again from 0.
 _STEP, _STARTS = 7919, 99_991
 
 

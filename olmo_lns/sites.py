@@ -45,8 +45,9 @@ class SubLayer:
 class Site(SubLayer):
     """A norm that gets the factor of a sub-layer. A norm that both sub-layers read, in a parallel block, has two sites.
 
-    :param branch: name of a further branch of this sub-layer, whose norm this is. In a hybrid block of OLMo-core the
-        experts are such a branch, beside the dense feed-forward.
+    :param branch: ``""`` in most blocks, where each sub-layer has one norm. If a sub-layer has a second branch with its
+        own norm, this is the name of that branch. In a hybrid block of OLMo-core, for example, the experts are a branch
+        of ``ff`` beside the dense feed-forward.
     """
 
     branch: str = ""

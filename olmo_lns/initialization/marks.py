@@ -58,7 +58,9 @@ def mark_matrices(
         for norm in each:
             vars(norm)["lns_norm"] = name
     for number, (block, axes) in enumerate(zip(blocks, projections, strict=True), start=1):
-        dims = {}  # number of dimensions -> the one that counts output channels, the same for all matrices of a block
+        # GPT-2 stores matrices as (inputs, outputs), other models as (outputs, inputs). The projections show which axis
+        # has the outputs. All other matrices of the block with as many dimensions are taken to have the same order.
+        dims = {}  # number of dimensions -> the axis of the outputs
         parameters = {name: parameter for name, parameter in block.named_parameters() if full_shape(parameter)[1:]}
         for name, axis in axes.items():
             dims[len(full_shape(parameters[name]))] = axis

@@ -1,9 +1,11 @@
 """Mutants of upstream: what each changes, in which frameworks, and how the reference takes it into account.
 
-For a harmful mutant the plugin must either compute the mutated model or raise an error. For a harmless one, and for one that
-is marked ``followed``, it must compute the mutated model. The row of a mutant lists the frameworks in which it is tested. In
-the others it has no meaning or cannot be detected. Megatron's layers cannot run alone, so the plugin does not measure what
-they compute between the norms. In transformers the plugin does not build the blocks.
+For a harmful mutant the plugin must either compute the mutated model or raise an error. For a harmless mutant it must compute
+the mutated model, and may not raise. A harmful mutant that is marked ``followed`` has to be computed, too.
+
+The row of a mutant lists the frameworks in which it is tested. In the others it has no meaning or cannot be detected. Megatron's
+layers cannot run alone, so the plugin does not measure what they compute between the norms. In transformers the plugin does not
+build the blocks.
 """
 
 import dataclasses

@@ -29,8 +29,10 @@ def check_norms(
 ) -> None:
     """Check the norms of all blocks in eval mode and in training mode. They are in eval mode afterwards.
 
-    The first norm of each kind is known to be one in eval mode. Another norm may compute something else, for example
-    with a constant of its own, but it has to ignore the size of its input.
+    The probe has shown that the first norm of each kind ignores the size of its input in eval mode, since it examined
+    the block of this norm. Each other norm is compared with the first. If it computes the same, it passes. Otherwise it
+    passes only if it ignores the size of its input too. For example, a norm with a different eps passes, and a module
+    that only multiplies by a constant does not.
 
     :param names: name of each norm.
     :param norms: the norms of each block, from block 1.

@@ -1,4 +1,8 @@
-"""Probe the blocks of a model: one of each structure, and the others only if they do something else."""
+"""Probe the blocks of a model.
+
+The probe examines the first block of each structure. Another block of this structure is compared with the first one,
+and the probe examines it only if it computes something different.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,9 @@ class BlockProbes:
         self.stack, self.pairs, self.advice, self.weights = stack, pairs, advice, weights
         #: The blocks that were probed separately, with their results.
         self.separately: list[tuple[nn.Module, probe.BlockSites]] = []
-        #: Other blocks that do the same as the first one of their structure only while their norms have hooks.
+        #: The blocks that computed the same as the first block of their structure only while their norms had hooks. A
+        #: block may do so if its model uses a fused kernel that reads the weights of a norm, and avoids this kernel if
+        #: the norm has hooks.
         self.equal_only_with_hooks: list[tuple[nn.Module, probe.BlockSites]] = []
         self._calls = [None if block is None else trace.calls.get(block) for block in stack]
         self._given = [
@@ -55,11 +61,11 @@ class BlockProbes:
             self._probe(number, None)
 
     def probe_others(self, confirmed: Collection[nn.Module], ran: Collection[nn.Module] = ()) -> None:
-        """Compare each other block with the first one of its structure, and probe it if it does something else.
+        """Compare each block with the first block of its structure, and probe it if the two compute different results.
 
-        :param confirmed: the blocks that were compared already, and do the same.
-        :param ran: the blocks that were compared already, without hooks on their norms. One that does the same only
-            with hooks is then kept in ``equal_only_with_hooks``.
+        :param confirmed: the blocks that were compared before and computed the same result as their first block.
+        :param ran: the blocks that were compared before, without hooks on their norms. If one of them is not in
+            ``confirmed``, but now computes the same result with hooks, it is stored in ``equal_only_with_hooks``.
         """
         for number, first in self._first_alike.items():
             if number == first:

@@ -1,8 +1,9 @@
 """Scale the norms of Megatron's language models when they are built, and check the finished model.
 
-The command line, or :func:`~olmo_lns.integrations.megatron.apply`, stores flags in a config. If a language model is
-built from such a config, its wrapped constructor scales the norms at its end. At that time, the model is not yet
-wrapped for mixed precision, DDP or FSDP, and no weights are loaded.
+The command line, or :func:`~olmo_lns.integrations.megatron.apply`, stores flags in a config. If Megatron builds a
+language model from such a config, the wrapper of the model's constructor first calls Megatron's constructor and then
+scales the norms. At that time, the model is not yet wrapped for mixed precision, DDP or FSDP, and no weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def wrap_model_built(original: Function) -> Function:
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
         requested = MegatronFlags.of(launched_arguments())
-        # The flags are read from the configs. A pipeline stage without a layer has no site, but its arguments are
-        # compared on load as well.
+        # The flags are read from the configs and not from the sites, because a pipeline stage without a layer has no
+        # site. When this stage loads a checkpoint, its arguments are compared too, so they have to name the scheme.
         configs = [vars(module).get("config") for chunk in chunks for module in chunk.modules()]
         in_configs = {MegatronFlags.of(config) for config in filter(is_config, configs)} - {MegatronFlags()}
         applied = next((flags for flags in in_configs if flags.layernorm_scaling), None)

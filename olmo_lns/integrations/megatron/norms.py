@@ -8,8 +8,8 @@ A norm of Megatron can be scaled in three ways:
 * Standalone norms of torch and TE become a :class:`olmo_lns.scaled.ScaledGainNorm`, which runs :mod:`olmo_lns.norm` on
   their parameters. The first way would be wrong for them. TE's standalone norms read ``self.weight`` again in backward,
   so the gradients of the input and the gain would be wrong by the factor s.
-* All other norms, and those for which the first two ways measure a wrong output, have their output multiplied.
-  :func:`olmo_lns.scaled.scale` makes this choice.
+* For all other norms, the output is multiplied. :func:`olmo_lns.scaled.scale` measures the output of a norm after the
+  first or the second way. If it is wrong, the function multiplies the output of this norm too.
 """
 
 from __future__ import annotations

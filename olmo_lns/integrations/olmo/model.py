@@ -118,7 +118,8 @@ def request_plain_initialization(config: Any) -> None:
 # --- initialization -------------------------------------------------------------------------------------------------
 
 
-#: OLMo's ``init_fn`` -> the initialization with its depth factor. Those of this package are OLMo's ``normal`` for OLMo.
+#: OLMo's ``init_fn`` -> the initialization with its depth factor. The values that this package adds,
+#: such as ``normal_scaled``, are passed to OLMo as ``normal``, which has no depth factor.
 _STOCK_INITIALIZATION = {
     "mitchell": "depth_scaled",
     "full_megatron": "scaled",

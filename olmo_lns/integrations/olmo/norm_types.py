@@ -20,7 +20,8 @@ log = logging.getLogger("olmo_lns")
 
 #: OLMo's own types that a scheme can be laid over.
 BASES = ("rms", "default", "low_precision")
-#: An init_fn of this package -> the initialization of the residual output projections; everything else as ``normal``.
+#: A value of ``init_fn`` that this package adds -> its initialization of the residual output projections. All other
+#: weights are drawn as under OLMo's ``normal``.
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
 #: Values of $OLMO_LNS_INITIALIZATION. ``scaled`` and ``depth_scaled`` are set in the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")

@@ -1,6 +1,7 @@
 """The arithmetic of torchtitan's norms.
 
-It is known for RMSNorm. Of all other norms, the output is multiplied.
+The plugin knows how torchtitan's RMSNorm computes, so it multiplies the gain inside of this norm. For every other class
+of norm, it multiplies the output.
 """
 
 from __future__ import annotations

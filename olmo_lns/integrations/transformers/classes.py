@@ -225,7 +225,10 @@ def scheme_in(values: dict[str, Any]) -> Scheme:
 
 
 def require_scheme_class(model: Any) -> None:
-    """Refuse a built stock model with the config of a scheme, unless it has an Auto class's model in it.
+    """Refuse a built stock model whose config names a scheme.
+
+    A model is accepted in two cases. It may be a part of a scheme model whose constructor is running, or it may contain
+    a model of a scheme class, as TRL's model with a value head does after an Auto class has built the base model.
 
     :raises CheckpointMismatchError: if the model is Pre-LN.
     """

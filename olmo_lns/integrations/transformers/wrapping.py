@@ -60,7 +60,8 @@ def add_models(module: Any) -> None:
     def compare(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
             folder = str(pretrained_model_name_or_path)
-            model_type = getattr(kwargs.get("config"), "model_type", None)  # a scheme's own class compares by itself
+            # Only a stock config is compared here. If the config names a scheme, the class of the scheme compares it.
+            model_type = getattr(kwargs.get("config"), "model_type", None)
             if model_type is not None and stock_type(model_type) is None and Path(folder).is_dir():
                 from olmo_lns.integrations.transformers.classes import describe_setting, saved_scheme
 
@@ -95,7 +96,11 @@ def _find_remote(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_stock_configs(module: Any) -> None:
-    """Refuse to read the config of a scheme by the stock class of the family, as a stock model class does."""
+    """Make a stock config class refuse the ``config.json`` of a scheme.
+
+    ``LlamaForCausalLM.from_pretrained`` reads the file by ``LlamaConfig``, although it names the type ``lns_llama``.
+    Without this check the model would be Pre-LN.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_dict(cls: Any, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,10 @@ def refuse_stock_configs(module: Any) -> None:
 
 
 def refuse_stock_models(module: Any) -> None:
-    """Refuse a stock class that was built with the config of a scheme, which an Auto class has read."""
+    """Refuse a stock model that was built from the config of a scheme.
+
+    An example is ``LlamaForCausalLM(AutoConfig.from_pretrained(folder))`` for a folder of the type ``lns_llama``.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def post_init(self: Any) -> None:  # every constructor ends with it

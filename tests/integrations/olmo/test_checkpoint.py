@@ -126,7 +126,9 @@ def test_a_folder_without_config_is_refused_under_a_scheme_and_loaded_under_pre_
     folder = tmp_path / "step10-unsharded"
     save(folder, "lns_rms")
     (folder / "config.yaml").unlink()
-    with pytest.raises(CheckpointMismatchError, match="no config beside it names the scheme of its weights"):
+    with pytest.raises(
+        CheckpointMismatchError, match="no config was found beside its weights, so their scheme is not known"
+    ):
         Running("lns_rms").restore_checkpoint(folder)
     for kind, allow in (("rms", ""), ("lns_rms", "1")):
         monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allow)
