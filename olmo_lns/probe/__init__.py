@@ -38,7 +38,7 @@ Read the modules in this order. Each imports only those above it.
 * ``copies``: a copy of the block with random parameters.
 * ``replay``: run the copy while norms are frozen or outputs are changed, and compare.
 * ``norms``: the norms of the block.
-* ``branches``, ``checks``: what else must hold, one function for each kind of block that is refused.
+* ``branches``, ``checks``: refuse blocks that a scheme cannot scale, one function for each kind.
 * ``projections``: the last matrices of the branches.
 * ``search``: :func:`pre_ln_sites`, which uses all of these.
 """

@@ -1,7 +1,9 @@
 """Look at the branches of a block: how they are built, how they end, and how many read one norm.
 
-A branch is what the block adds to its stream from the output of one site. The functions change the output of a site or
-of a module inside of a branch, and compare what arrives in the stream.
+A branch is what the block adds to its stream from the output of one site. In the example of :mod:`olmo_lns.probe`,
+``attn(norm1(x))`` is the branch of ``norm1``, and ``mlp(norm2(y))`` is the branch of ``norm2``. The functions of this
+module change the output of a site, or of a module inside of a branch, and compare what the block adds to its stream
+before and after the change.
 """
 
 from __future__ import annotations
@@ -149,12 +151,14 @@ def ends_in_functional_norm(replay: Replay, neutral: NeutralBranch) -> bool:
         sizes = view.norm(dim=-1)
         return float(sizes.min()) > 0 and float(sizes.max() / sizes.min()) < 1 + replay.size_tolerance
 
-    # A function may normalize each position, each position of an image, or in the norm's order.
+    # The function at the end of a branch may normalize the channels of each position. The channels are the last
+    # dimension, or the second one of an image, or where the site has them.
     in_norm = torch.stack([replay.as_norm_reads(name, each) for each in branch])
     if any(map(has_equal_sizes, (branch, branch.movedim(2, -1) if branch.dim() == 5 else branch, in_norm))):
         return True
-    # Or it may normalize each example. A wide branch that ignores the size of each row also has examples of about the
-    # same size, but its rows do not grow with those of the norm.
+    # The function may instead normalize each example as a whole. All examples then have one size, although their rows
+    # grow with the rows of the norm's output. In a wide branch that ignores the size of each row, all examples have
+    # about one size too, but its rows do not grow.
     rows = in_norm.norm(dim=-1)
     growth = rows[1] / rows[0].clamp_min(1e-30)
     count = rows.shape[-1]
@@ -209,10 +213,12 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
 def has_separate_paths(replay: Replay) -> bool:
     """Return true if two paths lead from one norm to the stream, of which one mixes positions and the other does not.
 
-    Unlike :func:`reads_norm_twice`, this also recognizes attention and feed-forward that end in one fused matrix, so
-    that neither of them has an output that is added to the stream. Two modules inside of them are changed instead. They
-    are on separate paths if neither changes what the other computes, and both effects on the stream add up. The gate of
-    a branch is no path of its own, since it multiplies the branch.
+    Some parallel blocks join the results of attention and feed-forward and apply one fused matrix,
+    ``x + out(cat(attention, feed_forward))``. Neither of the two has an output that is added to the stream, so
+    :func:`reads_norm_twice` does not recognize them. This function changes the outputs of two modules inside of the
+    block instead, one that mixes positions and one that does not. The two modules are on separate paths if a change of
+    either does not change what the second module computes, and if the effects of both changes on the stream add up. The
+    gate of a branch is not a separate path, because it multiplies the branch, so the effects do not add up.
     """
 
     (name,) = replay.site_names

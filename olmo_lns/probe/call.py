@@ -1,8 +1,15 @@
 """The call of a block in a model's forward, and how to repeat it.
 
-A :class:`Call` has the arguments that a block received. It knows which of them is the stream, and which output is the
-stream after the block. Its method :meth:`Call.replay` runs the block, or a copy of it, on another stream. All random
-numbers of a replay come from a seed, so two replays use the same ones.
+A :class:`Call` has the arguments that a block received, and records which of them is the stream and how the block
+returns the stream. Its method :meth:`Call.replay` runs the block, or a copy of it, on a new stream:
+
+.. code-block:: python
+
+    call = Call((x, mask), {}, place=0)  # the model called block(x, mask), and x is the stream
+    call.replay(block, 2.0 * x)  # block(2.0 * x, mask)
+
+All random numbers of a replay come from the seed of the call. Two replays therefore use equal random numbers, and
+differ only because their streams differ.
 """
 
 from __future__ import annotations
@@ -22,17 +29,18 @@ from olmo_lns.response import first_output
 
 
 class BlockFailed(Exception):
-    """The code of the block, or of one of its modules, raised while the probe copied or ran it.
+    """The code of the block, or of one of its modules, raised an error while the probe copied or ran it.
 
-    Its text is the class and the text of that error, which may be any.
+    The text of this exception is the class and the text of the block's error, such as ``"RuntimeError: …"``. The block
+    may raise an error of any class.
     """
 
 
 @contextmanager
 def code_of_the_block() -> Iterator[None]:
-    """Run code of the model in this context.
+    """Convert the errors of the model's code in this context into a :class:`BlockFailed`.
 
-    :raises BlockFailed: if the code raises.
+    :raises BlockFailed: if the code raises an error.
     """
     try:
         yield

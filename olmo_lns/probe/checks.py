@@ -84,9 +84,14 @@ def check_other_norms_are_read(replay: Replay) -> None:
 def check_one_stream(replay: Replay, sites_text: str) -> None:
     """Check that the block has no second stream, such as one that also normalizes the states of an encoder.
 
-    A norm that is not a site reads a second stream in two cases. Either its input does not change when the outputs
-    of the sites change. Or its input is another argument of the block plus a part that does not depend on that
-    argument, as in a second residual connection.
+    The function looks at each norm that is not a site, and suspects that it reads a second stream in two cases:
+
+    * The input of the norm stays as it is when the outputs of the sites change. An example is ``norm3`` in
+      ``y + cross(norm2(y), norm3(states))``, where ``states`` is another argument of the block.
+    * The input of the norm is another argument plus a part that does not depend on this argument. An example is
+      ``norm3(states + attn(h1))``, where ``states`` is a second residual stream.
+
+    A norm that reads a learned parameter, or keys that all blocks share, is not refused.
     """
     outside = [name for name in replay.all_norms if name not in replay.site_names]
     if not outside:
@@ -127,9 +132,10 @@ def check_one_stream(replay: Replay, sites_text: str) -> None:
 
 
 def _returns_another(replay: Replay, argument: torch.Tensor) -> bool:
-    """Return true if, besides its stream, the block returns a tensor in the shape of this argument that is new.
+    """Return true if the block returns a new tensor in the shape of this argument, besides its stream.
 
-    A tensor that equals one of the arguments is not new.
+    A returned tensor is new if it does not equal any argument. A block that updates a second stream returns a new
+    tensor, and a block that passes shared keys on returns the keys themselves.
     """
     arguments = [tensor.double() for tensor in replay.call.tensors() if tensor.shape == argument.shape]
     others = [leaf.double() for leaf in replay.all_outputs({})[1:] if leaf.shape == argument.shape]
@@ -190,7 +196,10 @@ def check_shared_norm(replay: Replay) -> None:
 
 
 def check_with_gradients(replay: Replay) -> None:
-    """Check that, also while gradients are computed, the branches read the stream through the sites alone."""
+    """Check that the branches read the stream through the sites alone even if PyTorch computes gradients.
+
+    In eval mode a block may use a fused kernel if it runs without gradients, and its Python code if it runs with them.
+    """
     expected = replay.result(trains=False)
     with torch.enable_grad():
         if not replay.separates_branches_as(expected):
@@ -198,7 +207,10 @@ def check_with_gradients(replay: Replay) -> None:
 
 
 def check_under_autocast(replay: Replay) -> None:
-    """Check the same under autocast to bf16. A block that does not run there is not checked, and the log says so."""
+    """Check that the branches read the stream through the sites alone under autocast to bf16.
+
+    A block that does not run under autocast is not checked, and the log says so.
+    """
     expected = replay.result(trains=False)
     tolerance, replay.tolerance = replay.tolerance, SAME_HALF
     try:
@@ -214,11 +226,11 @@ def check_under_autocast(replay: Replay) -> None:
 
 
 def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, float]:
-    """Check the same in training mode, and whether a branch ends in a norm there.
+    """Check in training mode that the branches read the stream through the sites alone, and that none ends in a norm.
 
     :param effect_of_all: the effect of all sites in eval mode.
     :returns: the result of :func:`shares_lost_by_halving` in training mode. It is empty if the block computes the same
-        there as in eval mode, apart from dropout.
+        results in both modes, apart from dropout.
     """
     changes: dict[torch.nn.Module, Change] = dict.fromkeys(replay.sites, double_and_roll)
     in_eval = replay.reference_delta, replay.reference_delta + effect_of_all
@@ -239,9 +251,11 @@ def check_in_training(replay: Replay, effect_of_all: torch.Tensor) -> dict[str, 
 
 
 def _run_with_all_branches(replay: Replay) -> Result:
-    """Choose a seed with which a block that drops branches in training drops none. Eight seeds are tried.
+    """Choose a seed with which the block runs all of its branches, and run it.
 
-    :returns: the run of the block with this seed.
+    Some blocks drop a branch at random in training mode (stochastic depth). The function tries eight seeds.
+
+    :returns: the run of the block with this seed, or with the usual seed if a branch is missing under all eight.
     """
     usual = replay.call
     for seed in range(8):
@@ -255,10 +269,11 @@ def _run_with_all_branches(replay: Replay) -> Result:
 
 
 def shares_lost_by_halving(replay: Replay, neutral: Sequence[branches.NeutralBranch]) -> dict[str, float]:
-    """Return for each site which share of its branch is lost if the output of the norm is halved.
+    """Return for each site which share of its branch is lost if the output of the site is halved.
 
-    The result is about 0.5 for a linear branch, and 0 if a later norm cancels the factor. Such a norm is inside of the
-    branch, as that of a latent. The block is not refused for it.
+    The result is about 0.5 for a linear branch, since half of ``mlp(h)`` is lost. It is 0 if a later norm inside of the
+    branch cancels the factor, as in ``up(norm(down(h)))``, which returns the same for h and for h / 2. A block is not
+    refused for such a norm.
     """
     shares = {}
     for branch in neutral:

@@ -1,9 +1,15 @@
 """Find the norms of a block, and how each of them reads the stream.
 
-The block runs once, and each module that may be a norm is tested by what it computes (:mod:`olmo_lns.probe.recognize`).
-A norm inside of another norm does not count. Then the block runs twice while all norms are frozen, on two streams. The
-input of a norm of the stream changes by exactly the change of the stream, in some order of the dimensions, since images
-may have their channels first.
+:func:`find_norms` does this in two steps:
+
+* First it runs the block once, and tests each module that may be a norm by what the module computes
+  (:mod:`olmo_lns.probe.recognize`). If a norm contains another norm, only the outer one counts.
+* Then it freezes all norms that it found, and runs the block on two streams x and x'. The inputs of ``norm1`` and
+  ``norm2`` of the example in :mod:`olmo_lns.probe` then differ by exactly ``x - x'``. If ``attn`` also normalizes its
+  queries, the input of that norm does not differ at all, so it is not a norm of the stream.
+
+If a block of a vision model reads images with their channels first, the inputs of its norm differ by ``x - x'`` with
+its dimensions in another order. The second step therefore tries all orders, and stores the one that fits.
 """
 
 from __future__ import annotations
@@ -69,7 +75,8 @@ def find_norms(replay: Replay) -> None:
 def _has_gains_only(module: nn.Module, x: torch.Tensor) -> bool:
     """Return true if the weights of a module are vectors, or fit the last dimensions of its input one to one.
 
-    LayerNorm((tokens, channels)) has such weights. A gain of (heads, size of a head) fits the last dimension.
+    The weights of ``LayerNorm((tokens, channels))`` fit the last two dimensions of its input. A gain of the shape
+    (heads, size of a head) fits the last dimension of an input whose width is heads times size of a head.
     """
 
     def fits(shape: torch.Size) -> bool:
@@ -83,8 +90,9 @@ def _has_gains_only(module: nn.Module, x: torch.Tensor) -> bool:
 def _find_layouts(replay: Replay) -> None:
     """Find in which order of dimensions each norm reads the stream.
 
-    A norm whose input does not change by the change of the stream is inside of a branch. It is removed from ``norms``
-    unless its input has the size and the width of the stream.
+    If the input of a norm does not differ by ``x - x'`` in any order of dimensions, the norm is inside of a branch. The
+    function then removes it from ``replay.norms``, unless its input has the size and the width of the stream. In that
+    case, :mod:`olmo_lns.probe.search` decides later whether the norm is a site.
     """
     x, names = replay.x, [*replay.norms]
     usual = tuple(range(x.dim()))

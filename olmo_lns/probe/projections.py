@@ -1,8 +1,9 @@
 """Find the residual output projections of a block, and notice whether one of them may be missed.
 
-A projection that belongs to another module, or that the model passes as an argument, is not a parameter of the block
-and cannot be found in it. To notice such a projection, all projections that were found are set to zero. If the output
-of a site still has an effect on the stream, its branch ends in another matrix.
+The residual output projections of ``x + attn.out(…)`` and ``x + mlp.down(…)`` are ``attn.out.weight`` and
+``mlp.down.weight``. They can only be found if they are parameters of the block. Some models keep such a matrix in
+another module, or pass it to the block as an argument. To notice this, the search sets all projections that it found to
+zero. If the output of a site still has an effect on the stream, its branch ends in a matrix that was not found.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def find_projections(replay: Replay, call: Call) -> Mapping[str, int]:
 
 
 def _have_effect_without(replay: Replay, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return for each of these sites whether it has an effect on the stream while these parameters are zero."""
+    """Return for each of these sites whether its output has an effect on the stream while these parameters are zero."""
     saved = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = torch.zeros_like(parameter)

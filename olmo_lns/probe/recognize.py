@@ -1,7 +1,8 @@
 """Recognize a module that is a norm, by what it computes.
 
-A norm ignores the size of its input, so it returns the same for 64 and for 128 times an input. Most norms can also be
-recognized by the name of their class, but many packages have norms with other names.
+A norm ignores the size of its input. For an input x, it returns the same output for 64·x and for 128·x, and a linear
+layer does not. Most norms could also be recognized by the name of their class, such as ``LlamaRMSNorm``, but many
+packages have norms whose names do not contain "norm".
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from olmo_lns.response import first_output
 #: Two outputs of a norm are the same, up to its eps and the rounding of half precision, if their relative difference is
 #: below this value.
 _SAME_OUTPUT = 1e-3
-#: A module whose output has fewer different values is a sign function or the like, and no norm.
+#: If the output of a module has fewer different values than this, the module is no norm. A sign function, for example,
+#: ignores the size of its input too, but it only returns -1, 0 and 1.
 _FEWEST_VALUES = 17
-#: Modules of PyTorch that are not tried. Most models have one of them beside each norm.
+#: Modules of PyTorch that are no norms. They are not run, to save time, since most models have one beside each norm.
 _NO_NORMS = (nn.Identity, nn.Dropout, nn.GELU, nn.SiLU, nn.ReLU)
 
 
@@ -77,7 +79,8 @@ def norm_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def normalized_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return what a norm normalizes, in fp64.
 
-    This is its input, or the sum of all inputs of one shape if the module adds them before it normalizes.
+    This is the input of the norm. Some norms have the form ``norm(x, residual)`` and normalize ``x + residual``. If the
+    norm has several inputs of one shape, the result is therefore their sum.
     """
     first = norm_input(args, kwargs)
     return torch.stack([value.detach().double() for value in _inputs_of_one_shape(first, args, kwargs)]).sum(0)

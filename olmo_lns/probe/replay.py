@@ -1,9 +1,19 @@
 """Repeat one block while norms are frozen or outputs are changed.
 
-A :class:`Replay` has a copy of a block and the call that the block received. Its method :meth:`Replay.run` runs the
-copy while the outputs of some norms are replaced by fixed random tensors. We say that these norms are *frozen*. The
-method returns what the block adds to its stream, and what each frozen norm read. All other methods are short forms of
-such a run. The class only runs and compares, and other modules decide what a result means for the block.
+A :class:`Replay` has a copy of a block and the call that the block received. Its method :meth:`Replay.run` freezes some
+norms, which means that it replaces their outputs by fixed random tensors, and runs the copy. It returns what the block
+adds to its stream, and what each frozen norm read. For the block of the example in :mod:`olmo_lns.probe`:
+
+.. code-block:: python
+
+    replay = Replay(random_copy(block), call, torch.float32)
+    find_norms(replay)
+    delta, inputs = replay.run(replay.x, ("norm1", "norm2"))
+    delta  # attn(h1) + mlp(h2), where h1 and h2 are the fixed random tensors
+    inputs  # what norm1 and norm2 read, minus x: zeros and attn(h1)
+
+All other methods are short forms of such a run, or compare the results of two runs. Other modules decide what a result
+means for the block.
 """
 
 from __future__ import annotations
@@ -279,12 +289,15 @@ class Replay:
         )
 
     def separates_branches_as(self, expected: Result) -> bool:
-        """Return true if the sites separate the branches from the stream here as well as where ``expected`` was found.
+        """Return true if the branches read the stream through the sites only, in the present mode of the block.
 
-        The block may be in another mode than it was then, such as one with gradients. In most blocks, the run on the
-        second stream has the result that the first stream had there, which shows the same in one run as two runs here.
+        The caller has set a new mode, such as training mode or autocast, and has the result ``expected`` of an earlier
+        mode. Two runs in the new mode, on both streams, would always show whether the result depends on the stream. In
+        most blocks a single run is enough, because a block usually computes the same in both modes. This method
+        therefore first runs the block on the second stream only. If the result is ``expected``, which comes from the
+        first stream, the result does not depend on the stream. Otherwise the method also runs the first stream.
 
-        :param expected: the result of :meth:`run` on the first stream, while the sites are frozen.
+        :param expected: the result of :meth:`run` on the first stream in the earlier mode, while the sites are frozen.
         """
         second = self.run(self.second_input, self.site_names)
         if self._is_same_result(second, expected):
@@ -294,8 +307,8 @@ class Replay:
     def is_added(self, module: nn.Module) -> bool:
         """Return true if the block adds the module's output to its stream.
 
-        In that case, a change of one element of this output changes the block's output in one element. A matrix in
-        between would spread the change over many.
+        The method raises one element of the module's output by 1. If the block adds this output to its stream, one
+        element of the block's output changes. If the block multiplies it by a matrix first, many elements change.
         """
 
         size = self.effect(module, change=raise_one_element).abs()
@@ -316,7 +329,7 @@ class Replay:
     def result(self, *, trains: bool) -> Result:
         """Return the result of :meth:`run` on the first stream while the sites are frozen. It is computed once.
 
-        :param trains: run the block in training mode with gradients, and not in eval mode without them.
+        :param trains: true to run the block in training mode with gradients, false to run it in eval mode without.
         """
         if trains not in self._results:
             with self.in_mode(trains):
@@ -345,7 +358,7 @@ class Replay:
 
     @property
     def returns_stream(self) -> bool:
-        """True if the block returns the stream, and not its change or two parts of it."""
+        """True if the block returns the stream itself. False if it returns a change, or two tensors whose sum it is."""
         return not (self.call.returns_parts or self.call.returns_change)
 
     @contextmanager

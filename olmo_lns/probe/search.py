@@ -1,9 +1,16 @@
 """Find the sites of a block, or confirm those that are expected.
 
 The search freezes all norms of the block, and compares two runs on different streams. It then goes through the norms
-from the last to the first, and leaves out each norm without which the comparison still succeeds. This removes the norms
-of queries, keys and latents, which read what a branch has computed. What remains are the sites. The checks of
-:mod:`olmo_lns.probe.checks` decide whether a scheme can scale them.
+from the last to the first, and leaves out each norm without which the comparison still succeeds. Suppose that attention
+also normalizes its queries, so that the block of :mod:`olmo_lns.probe` has the norms ``norm1``, ``attn.q_norm`` and
+``norm2``:
+
+* Without ``norm2``, ``block(x) - x`` depends on x, because ``mlp`` reads the stream. ``norm2`` stays.
+* Without ``attn.q_norm``, it does not, because the queries are computed from the frozen output of ``norm1``.
+  ``attn.q_norm`` is left out.
+* Without ``norm1``, it does. ``norm1`` stays.
+
+The norms that remain are the sites. :mod:`olmo_lns.probe.checks` then decides whether a scheme can scale them.
 """
 
 from __future__ import annotations
@@ -24,8 +31,9 @@ from olmo_lns.probe.projections import find_projections
 from olmo_lns.probe.replay import Replay, Result
 from olmo_lns.shadow import RandomWeights
 
-#: A branch loses a half of itself if the output of its norm is halved. If it loses less than the first value, a later
-#: norm cancels the factor, and if it loses less than the second one, in a part of the branch.
+#: If the output of a site is halved, a branch without further norms becomes smaller by 0.5 of its size. If a later norm
+#: in the branch cancels the factor, the branch changes by less than ``_CANCELLED`` of its size. If the norm cancels the
+#: factor in a part of the branch only, the branch changes by less than ``_PARTLY_CANCELLED`` of its size.
 _CANCELLED, _PARTLY_CANCELLED = 0.01, 0.25
 
 
@@ -209,7 +217,7 @@ def _leave_out_inner(
 def _are_sites(replay: Replay, names: list[str], results: tuple[Result, Result]) -> bool:
     """Return true if the branches read the stream through each of these norms, which become the sites of ``replay``.
 
-    A norm that reads the stream is no site if the stream that the block returns does not depend on it.
+    A norm that reads the stream is not a site if its output has no effect on the stream that the block returns.
     """
     if not replay.are_independent_of_stream(results):
         return False
