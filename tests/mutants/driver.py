@@ -167,7 +167,12 @@ def cases(*frameworks):
     from mutants.table import MUTANTS
 
     return [
-        pytest.param(name, each, id=f"{name}-{each.name}", marks=[] if name == "olmo_core" else [pytest.mark.slow])
+        pytest.param(
+            name,
+            each,
+            id=f"{name}-{each.name}",
+            marks=[] if name in ("olmo_core", "torchtitan") else [pytest.mark.slow],
+        )
         for name in frameworks
         for each in MUTANTS.values()
         if name in each.apply
@@ -188,5 +193,6 @@ def check(framework, mutant):
         pytest.skip(done.stderr)
     outcome, detail = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else ("crashed", done.stderr)
     allowed = ("agrees",) if mutant.harmless or mutant.followed else ("agrees", "refused")
+    allowed = ("refused",) if mutant.refused else allowed
     if outcome not in allowed:
         pytest.fail(f"{outcome}, expected {' or '.join(allowed)}: {detail}", pytrace=False)

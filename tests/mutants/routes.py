@@ -5,6 +5,7 @@ Everything here runs in a process that has imported a framework and not yet the 
 
 import importlib
 
+import pytest
 import torch
 from support import families, olmo_models
 from support import megatron_tiny as tiny
@@ -175,6 +176,41 @@ class OlmoCore(Route):
         return model(IDS)
 
 
+class Torchtitan(Route):
+    """torchtitan's debug model of Llama 3. Output projections, and w3, are drawn at std / sqrt(2 l)."""
+
+    package = "torchtitan"
+    norm, block = "torchtitan.models.common.nn_modules:RMSNorm", "torchtitan.models.llama3.model:Llama3TransformerBlock"
+    model = "torchtitan.models.llama3.model:Llama3Model"
+    norms, depth = ("attention_norm", "ffn_norm"), "each"
+    projections = ("attention.wo", "feed_forward.w2", "feed_forward.w3")
+    touched = (
+        f"{block}.__init__", f"{block}.forward", "torchtitan.models.common.decoder:Decoder.__init__",
+        "torchtitan.models.common.decoder:Decoder.init_states", "torchtitan.trainer:Trainer.train",
+        "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_save",
+        "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load",
+    )  # fmt: skip
+
+    def stock(self, *overrides):
+        from support import torchtitan_models
+
+        torchtitan_models.eager_attention(pytest.MonkeyPatch())
+        return torchtitan_models.with_weights(torchtitan_models.build("llama3", *overrides))
+
+    def scheme(self):
+        return self.stock("olmo_lns.torchtitan.lns")
+
+    def output(self, model):
+        positions = torch.arange(16)
+        tokens, positions = (positions * 7 % 100)[None], positions[None]
+        if hasattr(type(model).Config, "max_context_length"):  # newer versions take one packed sequence
+            tokens, positions = tokens[0], positions[0]
+        return model(tokens, positions, model.get_attention_masks(positions))
+
+    def blocks(self, model):
+        return list(model.layers.values())
+
+
 FRAMEWORKS = {
     "olmo": Olmo,
     "megatron": Megatron,
@@ -182,4 +218,5 @@ FRAMEWORKS = {
     "transformers": Transformers,
     "gpt2": Gpt2,
     "olmo_core": OlmoCore,
+    "torchtitan": Torchtitan,
 }

@@ -46,7 +46,10 @@ def rewrite(path, change):
     owner, name, function = locate(path)
     text = change(textwrap.dedent(inspect.getsource(function)))
     innermost = inspect.unwrap(function)
-    future = "from __future__ import annotations\n" if innermost.__code__.co_flags & CO_FUTURE_ANNOTATIONS else ""
+    annotations = innermost.__annotations__.values()  # may name a class that is defined in the owner
+    inner = any(each is vars(owner).get(getattr(each, "__name__", "")) for each in annotations)
+    is_text = inner or innermost.__code__.co_flags & CO_FUTURE_ANNOTATIONS
+    future = "from __future__ import annotations\n" if is_text else ""
     if inspect.isclass(owner):
         text = f"class {owner.__name__}:\n" + textwrap.indent(text, "    ")
     _FOLDER.mkdir(exist_ok=True)

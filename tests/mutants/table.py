@@ -11,6 +11,7 @@ build the blocks.
 import dataclasses
 import functools
 import importlib
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -19,6 +20,7 @@ from mutants import source
 from mutants.source import around, edit
 
 OLMO, MEGATRON, TE, HF, GPT2, CORE = "olmo", "megatron", "megatron_te", "transformers", "gpt2", "olmo_core"
+TITAN = "torchtitan"
 ALL = (OLMO, MEGATRON, HF, CORE)
 
 
@@ -30,6 +32,7 @@ class Mutant:
     :param depth: framework -> the depth factor of the residual projections afterwards, as in hooked.drawn_plain.
     :param folded: upstream reads only the gain: the reference has the factor there, not in hooks.
     :param gain: the name of that gain, where it is another one.
+    :param refused: the plugin must raise an error, because what the mutant breaks is not in the model's output.
     :param visible: stock computes or draws something else than before.
     """
 
@@ -37,6 +40,7 @@ class Mutant:
     apply: dict[str, Callable[[Any], None]]
     harmless: bool = False
     followed: bool = False
+    refused: bool = False
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     depth: dict[str, Any] = field(default_factory=dict)
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -170,16 +174,34 @@ def wrapped_norms(row):
     around(f"{row.norm}.__init__", make)
 
 
+def moved(name):
+    """A release moves a module, and imports it from its new place."""
+
+    def apply(row):
+        package, _, last = name.rpartition(".")
+        module = importlib.import_module(name)
+        sys.modules[f"{package}.moved_{last}"], sys.modules[name] = module, None
+
+    return apply
+
+
+def initializers_renamed(row):
+    """torchtitan keeps its initializers in another attribute, and draws from there."""
+    source.locate("torchtitan.protocols.module:Module")[0].Module._draws = None
+    for function in ("Config.build", "_init_self_parameters", "_init_param"):
+        edit(f"torchtitan.protocols.module:Module.{function}", ("._param_init", "._draws"))
+
+
 def everywhere(change):
     """A harmless change of every function that a wrapper or a reading of the package has anything to do with."""
-    return dict.fromkeys(ALL, lambda row: [change(path) for path in row.touched] and None)
+    return dict.fromkeys((*ALL, TITAN), lambda row: [change(path) for path in row.touched] and None)
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
 STAGE = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
 _MUTANTS = [
-    Mutant("norm_times_7", dict.fromkeys((*ALL, TE), norm_forward(times_7)), followed=True),
-    Mutant("norm_ignores_its_gain", dict.fromkeys(ALL, norm_forward(lambda f, self, x: rms(x)))),
+    Mutant("norm_times_7", dict.fromkeys((*ALL, TE, TITAN), norm_forward(times_7)), followed=True),
+    Mutant("norm_ignores_its_gain", dict.fromkeys((*ALL, TITAN), norm_forward(lambda f, self, x: rms(x)))),
     Mutant("norm_adds_the_residual", dict.fromkeys(ALL, norm_forward(lambda f, self, x: f(self, x) + x))),
     Mutant("norm_reads_its_gain_elsewhere", dict.fromkeys(ALL, gain_elsewhere)),
     Mutant("fused_forward_reads_its_gain_elsewhere", {TE: fused_gain_elsewhere}, gain="gain_elsewhere"),
@@ -226,8 +248,16 @@ _MUTANTS = [
         MEGATRON: renamed("self.input_layernorm", "self.norm_1", "__init__", "_forward_attention"),
         HF: renamed("input_layernorm", "norm_1", "__init__", "forward"),
         CORE: renamed("attention_norm", "norm_1", "__init__", "forward"),
+        TITAN: renamed("self.attention_norm", "self.norm_1", "__init__", "forward"),
     }, names={OLMO: ("norm_1", "ff_norm"), MEGATRON: ("norm_1", "pre_mlp_layernorm"), HF: ("norm_1", "post_attention_layernorm"),
               CORE: ("norm_1", "feed_forward_norm")}, visible=False),
+    Mutant("initializers_renamed", {TITAN: initializers_renamed}, visible=False),
+    Mutant("checkpoint_module_moved", {
+        OLMO: moved("olmo.train"),
+        HF: moved("transformers.trainer"),
+        CORE: moved("olmo_core.train.checkpoint"),
+        TITAN: moved("torchtitan.components.checkpointer.dcp"),
+    }, refused=True, visible=False),
     Mutant("builder_never_calls_what_is_wrapped", {
         OLMO: text("__init__", ("LayerNorm.build(", "RMSLayerNorm(")),
         MEGATRON: another_model_class,
