@@ -100,7 +100,7 @@ class Response:
                 is_missing = (
                     kind == 0
                     and abs(factor - 1.0) > _VISIBLE_SHARE * self.tolerance
-                    and error >= float((actual_rows - expected_rows).norm())
+                    and error > float((actual_rows - expected_rows).norm())
                 )
                 if is_missing or not error <= self.tolerance * abs(factor) * size:  # also true for NaN
                     ratio = float((actual_rows * expected_rows).sum()) / size**2 if size else math.nan

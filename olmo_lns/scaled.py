@@ -189,7 +189,7 @@ def scale(
     mixin: type[Scaled] | None = None,
     plan_without_factor: Plan = Scaled.lns_plan_without_factor,
     factor_name: str = Scaled.lns_factor_name,
-    respond: Callable[[Any], Response] | None = None,
+    measure: Callable[[Any], Response] | None = None,
 ) -> frozenset[Measured]:
     """Multiply the output of ``module`` by ``factor``, in place, and compare its output with the one before.
 
@@ -203,7 +203,7 @@ def scale(
     :param mixin: a class that is tried under the same conditions if ``arithmetic`` is None.
     :param plan_without_factor: the plan that the module computes without this factor.
     :param factor_name: the field of the plan which the factor sets.
-    :param respond: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
+    :param measure: a function that measures the module. The default is :func:`olmo_lns.response.measure_response`,
         which expects a norm.
     :returns: what was measured, which is the output and the gradient for a norm.
     :raises MeasurementError: if neither way results in ``factor`` times the output before. The module is left
@@ -211,7 +211,7 @@ def scale(
 
     Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
     """
-    measure = respond or functools.partial(measure_response, width=width, shape=shape)
+    measure = measure or functools.partial(measure_response, width=width, shape=shape)
     stock: Any = type(module)
     try:
         before = measure(module)

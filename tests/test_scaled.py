@@ -81,3 +81,9 @@ def test_a_missing_factor_shows_although_it_is_within_the_tolerance_of_1(dtype):
     norm = nn.LayerNorm(D, dtype=dtype)
     scale(norm, factor, where="a", width=D, mixin=Forgetful)
     assert isinstance(norm, ScaledOutput)
+
+
+def test_a_norm_whose_output_is_always_zero_takes_a_factor():
+    """LayerNorm of one channel subtracts its only number."""
+    scale(norm := nn.LayerNorm(1, elementwise_affine=False), 0.5, where="a", width=1)
+    assert isinstance(norm, ScaledOutput)

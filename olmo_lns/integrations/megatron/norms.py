@@ -100,11 +100,11 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> fro
         width=width,
         arithmetic=None if is_fused(module) else arithmetic_of(module),
         mixin=ScaledGainLinear if is_fused(module) else None,
-        respond=lambda norm: respond(norm, width),
+        measure=lambda norm: measure_response(norm, width),
     )
 
 
-def respond(module: nn.Module, width: int) -> Response:
+def measure_response(module: nn.Module, width: int) -> Response:
     """Run a norm, or a norm with a linear layer in one kernel, on random rows with random parameters.
 
     FP8 and the collectives of sequence parallelism are switched off during this run. The parameters of the module, its
