@@ -84,10 +84,13 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     """
     shape = x.shape[-1:]
     if not shape or not x.is_floating_point():
-        raise LNSConfigError(f"expected floating-point input of shape (..., width), found {tuple(x.shape)} {x.dtype}")
+        raise LNSConfigError(
+            f"The input of a norm has shape {tuple(x.shape)} and dtype {x.dtype}. Expected a floating dtype and the "
+            "shape (..., width). Pass hidden states, not token ids."
+        )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != shape:
             raise LNSConfigError(
-                f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape "
-                f"{tuple(x.shape)}"
+                f"The {name} of a norm has shape {tuple(parameter.shape)}, but its input has shape {tuple(x.shape)}. "
+                f"Expected a {name} of shape ({x.shape[-1]},). Build the norm with the width of its input."
             )

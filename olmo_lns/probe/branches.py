@@ -22,14 +22,15 @@ from olmo_lns.response import first_output
 
 #: A stream with this many rows has rows of clearly different sizes, unless a function makes them equal.
 _MANY_ROWS = 4
-#: A position is not reached by a change if its own change is below this part of the largest one.
+#: A change does not reach a position if the output changes there by less than this part of its largest change.
 _NOT_REACHED = 1e-4
 
 
 def branches_built_alike(replay: Replay) -> tuple[str, ...]:
     """Return the names of the two branches if they are modules with the same structure, or else ``()``.
 
-    A branch is the module that contains one site but not the other, or that reads the output of one site.
+    An example is a module that computes ``y = x + mlp1(norm1(x))`` and ``y + mlp2(norm2(y))``. The function compares
+    the largest modules that contain one site each, or else the first modules that read the output of one site each.
     """
     if len(replay.site_names) != 2:
         return ()
@@ -75,7 +76,7 @@ def _first_readers(replay: Replay) -> dict[str, nn.Module]:
 
 
 def _holder(replay: Replay, name: str) -> nn.Module | None:
-    """Return the largest module in the block that contains this site and no other, or None if none does."""
+    """Return the largest module in the block that contains this site and no further site, or None if there is none."""
     others = {replay.norms[other] for other in replay.site_names if other != name}
     parts = name.split(".")
     for length in range(1, len(parts)):
@@ -97,9 +98,10 @@ def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class NeutralBranch:
-    """The contribution of one site's branch to the stream while gains and biases are neutral.
+    """What one branch adds to the stream while all gains of the block are 1 and all biases 0.
 
-    The output of the site is its frozen tensor.
+    The three tensors come from three runs of the block, in which the site returns zeros, half of its frozen tensor, and
+    its whole frozen tensor.
 
     :param name: the site that the branch reads.
     :param zero: ``block(x) - x`` while the output of the site is zero.
@@ -167,9 +169,11 @@ def ends_in_functional_norm(replay: Replay, neutral: NeutralBranch) -> bool:
 
 
 def reads_norm_twice(replay: Replay) -> bool:
-    """Return true if the block adds two outputs to its stream, of which one mixes positions and the other does not.
+    """Return true if two branches of the block read its only site, and each has an output that is added to the stream.
 
-    These are the outputs of attention and feed-forward in a parallel block, whose branches read one norm.
+    An example is ``x + attn(norm(x)) + mlp(norm(x))``. The function changes the output of the norm in one position. The
+    output of attention then changes in other positions too, because attention mixes positions. The output of the
+    feed-forward changes in this position only. The function returns true if it finds one output of each kind.
     """
     (name,) = replay.site_names
     here = torch.zeros_like(replay.x)
@@ -211,7 +215,7 @@ def _mixes_and_does_not(replay: Replay, name: str, here: torch.Tensor) -> bool:
 
 
 def has_separate_paths(replay: Replay) -> bool:
-    """Return true if two paths lead from one norm to the stream, of which one mixes positions and the other does not.
+    """Return true if two paths lead from the only site to the stream, and only one of them mixes positions.
 
     Some parallel blocks join the results of attention and feed-forward and apply one fused matrix,
     ``x + out(cat(attention, feed_forward))``. Neither of the two has an output that is added to the stream, so

@@ -25,8 +25,8 @@ def check_block(replay: Replay, *, named_by_user: bool = False) -> dict[str, flo
     """Run all checks on a block.
 
     :param named_by_user: true if the user named the sites with ``norms=``.
-    :returns: the result of :func:`shares_lost_by_halving`. If the block computes something else in training mode,
-        the smaller result of the two modes, because a BatchNorm cancels a factor in training mode only.
+    :returns: the result of :func:`shares_lost_by_halving`. If the block computes different results in training mode,
+        each value is the smaller one of the two modes, because a BatchNorm cancels a factor in training mode only.
     :raises NotPreLN: if a check fails.
     """
     sites_text = replay.sites_text + (", given by norms=" if named_by_user else "")
@@ -82,7 +82,7 @@ def check_other_norms_are_read(replay: Replay) -> None:
 
 
 def check_one_stream(replay: Replay, sites_text: str) -> None:
-    """Check that the block has no second stream, such as one that also normalizes the states of an encoder.
+    """Check that the block has no second stream, such as the states of an encoder that it normalizes too.
 
     The function looks at each norm that is not a site, and suspects that it reads a second stream in two cases:
 
@@ -145,7 +145,8 @@ def _returns_another(replay: Replay, argument: torch.Tensor) -> bool:
 def check_branches_differ(replay: Replay) -> None:
     """Check that the two branches are not built alike.
 
-    Two layers of one branch, or two blocks that run one after the other, are built alike.
+    Two branches are built alike if they have the same modules and shapes, as in a block with two feed-forwards and no
+    attention. A scheme would then number two blocks as one.
     """
     if alike := branches.branches_built_alike(replay):
         raise NotPreLN(
@@ -170,10 +171,14 @@ def check_ends_of_branches(replay: Replay, sites_text: str, neutral: Sequence[br
 def check_two_branches(
     replay: Replay, sites_text: str, effects: Sequence[torch.Tensor], effect_of_all: torch.Tensor
 ) -> None:
-    """Check that the block has two branches, and not one that reads both sites, or a single one after one site.
+    """Check that the block has two branches.
 
-    :param effects: the effect of each site alone. For two branches, the effect of both is their sum.
-    :param effect_of_all: the effect of all sites.
+    With two sites, each has its own branch if the effect of both together is the sum of their single effects. This is
+    true for ``x + attn(h1) + mlp(h2)``, and false for ``x + mlp(h1 * h2)``, which is one branch. With one site, the
+    function asks :func:`~olmo_lns.probe.branches.reads_norm_twice`.
+
+    :param effects: the effect of each site alone.
+    :param effect_of_all: the effect of all sites together.
     """
     if len(replay.site_names) == 2:
         together = effect_of_all - sum(effects)

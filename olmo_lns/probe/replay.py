@@ -45,7 +45,7 @@ SAME = 1e-4
 SAME_HALF = 0.02
 #: A change in a result of size 1 is rounding if it is below this value.
 ROUNDING = 1e-6
-#: In a result in fp32, an element does not change if its change is below this part of the largest one.
+#: An element of a result in fp32 counts as unchanged if its change is below this part of the largest change.
 _UNMOVED = 1e-3
 
 
@@ -53,8 +53,8 @@ class Replay:
     """A copy of a block and its call, to be run repeatedly.
 
     :param block: the copy of the block, which this class runs.
-    :param call: arguments of the block other than its stream.
-    :param dtype: dtype of the copy; None if it keeps those of the block.
+    :param call: the call of the block, with which the copy runs. Only its stream is replaced.
+    :param dtype: dtype of the copy, or None if the copy has the dtypes of the block.
     """
 
     def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype | None) -> None:
@@ -66,8 +66,8 @@ class Replay:
         self._generator = torch.Generator().manual_seed(2)
         #: Two streams, in the shape of the one that the block received.
         self.x, self.second_input = self.draw(call.stream), 3.0 * self.draw(call.stream)
-        #: The norms of the block, in the order in which they run. ``norms`` has those whose output has as many elements
-        #: as the stream, ``all_norms`` has all.
+        #: The norms of the block, in the order in which they run. ``all_norms`` contains all of them, and ``norms``
+        #: only those whose output has as many elements as the stream.
         self.norms: dict[str, nn.Module] = {}
         self.all_norms: dict[str, nn.Module] = {}
         #: Norm -> the random tensor that replaces its output while the norm is frozen.
@@ -76,7 +76,8 @@ class Replay:
         self.layouts: dict[str, tuple[int, ...]] = {}
         #: Norm -> the shape of its input.
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: The sites once they are found. The methods below freeze these norms unless others are named.
+        #: Names of the sites, or ``()`` before the search has found them. The methods below freeze the sites, unless
+        #: the caller passes the names of the norms to freeze.
         self.site_names: tuple[str, ...] = ()
         self._reference_delta: torch.Tensor | None = None
         self._effects: list[torch.Tensor] = []

@@ -75,9 +75,9 @@ def pre_ln_sites(
     :param expected_names: the norms that the framework's block has. The probe confirms that they are the sites.
     :param names_by_user: the norms that the user named with ``norms=``. The probe then searches for no others, and only
         checks that the block reads its stream through these.
-    :param earlier: the result for an earlier block with the same structure. This block then gets the same random
-        parameters and frozen outputs, and runs once in eval and once in training mode. If it computes the same as the
-        earlier block, ``earlier`` is returned. Otherwise it is probed separately.
+    :param earlier: the result for an earlier block with the same structure. The copy of this block then gets the random
+        parameters and the frozen outputs of the earlier one, and runs once in eval and once in training mode. If both
+        blocks compute equal results, ``earlier`` is returned. Otherwise this block is searched separately.
     :param advice: text that is added to an error if naming the norms can help.
     :param weights: memory of the random parameters, which the copies of several blocks share.
     :raises LNSConfigError: if the block is not Pre-LN. The message names the block and the reason.

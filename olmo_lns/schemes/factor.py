@@ -27,14 +27,15 @@ def lns_factor(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> floa
 
     Example: ``lns_factor(4)`` is 0.5, ``lns_factor(4, exponent=0.25)`` is 0.707.
     """
+    expected = "Expected an integer, which is 1 for the first block. Pass index + 1 if you count the blocks from 0."
     if isinstance(layer_number, bool):
-        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}")
+        raise TypeError(f"layer_number is {layer_number!r}. {expected}")
     try:
         number = operator.index(layer_number)
     except TypeError:
-        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}") from None
+        raise TypeError(f"layer_number is {layer_number!r}. {expected}") from None
     if number < 1:
-        raise ValueError(f"layer_number is 1-based and must be an integer >= 1, got {number}")
+        raise ValueError(f"layer_number is {number}. {expected}")
     if not 0 <= exponent < math.inf:  # also false for NaN
         raise ValueError(f"exponent must be a finite number >= 0, got {exponent!r}")
     if exponent > LARGEST_EXPONENT:

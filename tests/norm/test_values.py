@@ -82,10 +82,10 @@ def test_any_shape_gives_the_definition(shape, norm):
 @pytest.mark.parametrize(
     ("x", "weight", "bias", "found"),
     [
-        (torch.zeros(2, 8), torch.ones(1), None, r"weight has shape \(1,\), expected \(8,\)"),
-        (torch.zeros(2, 8), torch.ones(8), torch.zeros(4), r"bias has shape \(4,\)"),
-        (torch.tensor(1.0), None, None, r"shape \(\.\.\., width\)"),
-        (torch.zeros(2, 8, dtype=torch.int64), None, None, "floating-point"),
+        (torch.zeros(2, 8), torch.ones(1), None, r"weight of a norm has shape \(1,\), .* of shape \(8,\)"),
+        (torch.zeros(2, 8), torch.ones(8), torch.zeros(4), r"bias of a norm has shape \(4,\)"),
+        (torch.tensor(1.0), None, None, r"the shape \(\.\.\., width\)"),
+        (torch.zeros(2, 8, dtype=torch.int64), None, None, "Expected a floating dtype"),
     ],
 )
 @NORMS

@@ -27,8 +27,11 @@ def test_a_numpy_integer_also_gives_a_python_float():
 @pytest.mark.parametrize(
     ("number", "exponent", "error", "message"),
     [
-        *((wrong, 0.5, TypeError, "integer >= 1") for wrong in (1.0, "1", None, True, 2.5)),
-        *((wrong, 0.5, ValueError, f"1-based.*got {wrong}") for wrong in (0, -1)),
+        *(
+            (wrong, 0.5, TypeError, "Expected an integer, which is 1 for the first block")
+            for wrong in (1.0, "1", None, True, 2.5)
+        ),
+        *((wrong, 0.5, ValueError, f"layer_number is {wrong}. Expected an integer") for wrong in (0, -1)),
         *((1, wrong, ValueError, "finite number >= 0") for wrong in (-0.5, math.nan, math.inf)),
         *((1, wrong, ValueError, "exponent must be at most 8") for wrong in (8.1, 1e9)),
     ],
