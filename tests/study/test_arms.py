@@ -7,7 +7,7 @@ import pytest
 from olmo_lns import arms, schemes
 from olmo_lns.arms import ARMS, Arm, arm_from_text
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import LNS, PRE_LN, Scheme
+from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, Scheme, define_scheme, registry
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.study.planning import arm_problems
 
@@ -75,3 +75,32 @@ def test_an_invalid_arm_is_refused(wrong, message):
         arms.define_arm(replace(arm(PRE_LN, "plain"), **wrong))
     with pytest.raises(LNSConfigError, match="Unknown arm 'lnss' .did you mean 'lns'"):
         arms.arm_from_text("lnss")
+
+
+def test_the_row_of_a_scheme_is_enough_for_a_study_in_olmo_core(monkeypatch):
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    define_scheme(Definition("halves", "Halves", "Halves", lambda *place: Plan(norm_scale=0.5), "this test", {}))
+    block = {
+        name: overrides and (overrides["model.block.name"], overrides.get("model.block.scheme"))
+        for name in (
+            "halves",
+            "preln",
+            "lns",
+            "lns:exponent=0.25",
+            "branchln",
+            "branchln_depth",
+            "mixln:alpha=0.02",
+            "postln",
+        )
+        for overrides in [OLMO_CORE.arm_overrides(arm_from_text(name))]
+    }
+    assert block == {
+        "halves": ("default", "halves"),
+        "preln": ("default", None),
+        "lns": ("default", "lns"),
+        "lns:exponent=0.25": ("default", "lns"),
+        "branchln": ("reordered_norm", "branchln"),
+        "branchln_depth": ("reordered_norm", "branchln_depth"),
+        "mixln:alpha=0.02": None,
+        "postln": None,
+    }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.integrations.olmo_core.blocks import LAYOUTS
+from olmo_lns.integrations.olmo_core.layouts import LAYOUTS
 from olmo_lns.olmo_core import apply
 
 _TESTS = Path(__file__).resolve().parents[1]

@@ -7,66 +7,19 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, replace
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 from olmo_core.nn.transformer.config import TransformerBlockConfig
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, one_line
-from olmo_lns.integrations.olmo_core.model import EXPERTS_NORM
+from olmo_lns.integrations.olmo_core.layouts import LAYOUTS, NormLayout
 from olmo_lns.integrations.olmo_core.norms import arithmetic_of
 from olmo_lns.measured import Measured
 from olmo_lns.scaled import scale
-from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
+from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.sites import Site
-
-
-@dataclass(frozen=True)
-class NormLayout:
-    """The places of the norms in a type of block.
-
-    :param plan: the plan of a sub-layer of this block without a factor.
-    :param norms: sub-layer -> branch -> the name of the norm that is multiplied by the factor. The first branch is
-        the sub-layer itself, and has the name ``""``.
-    :param factor_name: the field of a plan which the factor sets.
-    :param suggested_scheme: a scheme that fits this block, for error messages.
-    """
-
-    plan: Plan
-    norms: Mapping[str, Mapping[str, str]]
-    factor_name: str
-    suggested_scheme: str
-
-    def fits(self, plan: Plan) -> bool:
-        """Return true if ``plan`` differs from this layout only in the factor of its norms."""
-        neutral: dict[str, Any] = {self.factor_name: 1.0}
-        return replace(plan, **neutral) == self.plan
-
-
-_DENSE = {"attn": {"": "attention_norm"}, "ff": {"": "feed_forward_norm"}}
-#: In a hybrid block, the experts run in parallel to the dense feed-forward. Each of the two has a norm.
-_HYBRID = {**_DENSE, "ff": {"": "feed_forward_norm", "experts": EXPERTS_NORM}}
-
-
-def _pre(norms: Mapping[str, Mapping[str, str]]) -> NormLayout:
-    return NormLayout(Plan(), norms, "norm_scale", "lns")
-
-
-def _branch(norms: Mapping[str, Mapping[str, str]]) -> NormLayout:
-    return NormLayout(Plan(norm_before=False, norm_on_output=True), norms, "output_scale", "branchln_depth")
-
-
-#: ``TransformerBlockConfig.name`` -> where the block has its norms.
-LAYOUTS = {
-    "default": _pre(_DENSE),
-    "moe": _pre(_DENSE),
-    "moe_hybrid": _pre(_HYBRID),
-    "reordered_norm": _branch(_DENSE),
-    "moe_reordered_norm": _branch(_DENSE),
-    "moe_hybrid_reordered_norm": _branch(_HYBRID),
-}
 
 
 def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
@@ -76,7 +29,7 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> NormLayout:
     """
     if (layout := LAYOUTS.get(str(name))) is None:
         raise LNSConfigError(f"block.name={name} does not support schemes. Expected one of {', '.join(LAYOUTS)}.")
-    if not all(layout.fits(plan) for _, _, plan in scheme.plans(n_layers)):
+    if not layout.fits(scheme, n_layers):
         paper = "" if layout.suggested_scheme == "lns" else " (not the method of the LayerNorm Scaling paper)"
         raise LNSConfigError(
             f"scheme={scheme} does more than multiply the norms of block.name={name}, which OLMo-core does not "
@@ -146,7 +99,7 @@ def _probe_narrow_block(text: str, width: int, block_idx: int, n_layers: int) ->
     :returns: why the block could not run on this machine, or ``""`` if it was probed.
     :raises MeasurementError: if the block reads its stream through other norms than its two.
     """
-    expected = tuple(name for norms in _DENSE.values() for name in norms.values())
+    expected = tuple(name for norms in LAYOUTS["default"].norms.values() for name in norms.values())
     config = TransformerBlockConfig.from_dict(json.loads(text))
     with torch.random.fork_rng(devices=[]):  # keep the run's random state
         try:

@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 from olmo_lns import environment, initialization, sites, start_up_line
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.olmo_core.layouts import EXPERTS_NORM
 from olmo_lns.measured import Measured
 from olmo_lns.schemes import Scheme
 
@@ -75,8 +76,6 @@ def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-#: The norm of the experts in a hybrid block, where they run in parallel to the dense feed-forward.
-EXPERTS_NORM = "feed_forward_moe_norm"
 #: The first and the last projection of each part of a block.
 _PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_forward.w2"))
 

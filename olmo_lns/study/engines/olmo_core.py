@@ -16,6 +16,7 @@ from typing import Any, Mapping
 
 from olmo_lns.arms import Arm
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.integrations.olmo_core.layouts import LAYOUTS
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.engines.base import Engine, Run, dot_list
 from olmo_lns.study.yaml_files import fill_variables, flatten
@@ -116,12 +117,19 @@ def _require_classes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 STOCK_CLASS, LNS_CLASS = "olmo_core.nn.transformer.TransformerBlockConfig", "olmo_lns.olmo_core.BlockConfig"
-#: Scheme -> ``block.name``.
-BLOCK_NAMES = {"preln": "default", "lns": "default", "branchln_depth": "reordered_norm"}
+#: Number of blocks for which a scheme is compared with the layouts. Mix-LN has no Post-LN block in a shallow model.
+_N_LAYERS = 100
 _CLASS, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
 _INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
 _RESIDUAL = "residual_init"  # an option of configs/olmo_core/train.py
 _MIXER = "model.block.sequence_mixer"
+
+
+def _block_name(scheme: Scheme) -> str | None:
+    """Return the first ``block.name`` that supports a scheme, or None."""
+    if set(scheme.parameters) - {"exponent"}:  # the only parameter of a BlockConfig
+        return None
+    return next((name for name, layout in LAYOUTS.items() if layout.fits(scheme, _N_LAYERS)), None)
 
 
 class OLMoCoreEngine(Engine):
@@ -149,14 +157,14 @@ class OLMoCoreEngine(Engine):
 
     def arm_overrides(self, arm: Arm) -> dict[str, Any] | None:
         # OLMo-core's scaled initializations also change embedding and head; train.py scales the residual outputs only.
-        block_name = BLOCK_NAMES.get(arm.scheme.name)
+        block_name = _block_name(arm.scheme)
         initializations = ("plain", "scaled") if arm.scheme.is_pre_ln else ("plain",)
         if block_name is None or arm.init_fn or arm.initialization not in initializations:
             return None
         overrides: dict[str, Any] = {_NAME: block_name, _METHOD: "normal"}
         if not arm.scheme.is_pre_ln:
-            exponent = arm.scheme.parameters["exponent"]
-            return {_CLASS: LNS_CLASS, _SCHEME: arm.scheme.name, _EXPONENT: exponent, **overrides}
+            exponent = {f"model.block.{name}": value for name, value in arm.scheme.parameters.items()}
+            return {_CLASS: LNS_CLASS, _SCHEME: arm.scheme.name, **exponent, **overrides}
         if arm.initialization == "scaled":
             overrides[_RESIDUAL] = "scaled"
         return {_CLASS: STOCK_CLASS, **overrides}
