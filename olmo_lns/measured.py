@@ -1,6 +1,6 @@
 """The kinds of measurements of a built model, and their text in the start-up line.
 
-Logs of earlier runs contain these texts, so they do not change.
+Logs of earlier runs contain these texts, so they do not change. docs/compatibility.md explains each text of the line.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def check_one_stream(replay: Replay, sites_text: str) -> None:
     suspects = (suspects - unchanged) & varied
     if suspects:
         names_found = ", ".join(name for name in outside if name in suspects)
-        raise NotPreLN(f"it has two streams: its norm {names_found} reads another one than {sites_text}")
+        raise NotPreLN(f"it has two streams: its norm {names_found} reads another stream than {sites_text}")
 
 
 def _returns_another(replay: Replay, argument: torch.Tensor) -> bool:
