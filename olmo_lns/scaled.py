@@ -48,6 +48,7 @@ class PicklableSubclass:
 class Scaled(PicklableSubclass):
     """Mixin that adds a factor to a module class of a framework."""
 
+    # Attributes of a scaled module. restore_class removes those that have an annotation here or in a subclass.
     # The factor is always a plain float. A buffer would lose its value on the meta device. If the attribute could be
     # None, ``forward`` would need a branch, and torch.compile would compile one graph for each layer.
     lns_scale: float
@@ -59,7 +60,7 @@ class Scaled(PicklableSubclass):
     #: True if the forward of the mixin calls the framework's forward, so that wrappers around that one still run.
     lns_calls_forward = False
     #: How the factor is applied, as text for the start-up line. If it is empty, the line names the norm's backend.
-    lns_how_applied = ""
+    lns_how_applied: str = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that the module computes for a sub-layer.
@@ -312,12 +313,18 @@ def restore_class(module: Any, stock: type) -> None:
             setattr(module, name, forward.forward)
         elif _is_bound_forward(module, forward):
             setattr(module, name, types.MethodType(stock.forward, module))  # type: ignore[attr-defined]
+    for name in _declared_attributes(type(module)):
+        vars(module).pop(name, None)
     module.__class__ = stock
-    for name in [name for name in vars(module) if name.startswith("lns_") and name != "lns_sub_layers"]:
-        delattr(module, name)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_args]:
         del hooks[key]
+
+
+def _declared_attributes(kind: type) -> set[str]:
+    """Return the names of the attributes that :class:`Scaled` and its subclasses among the bases of a class declare."""
+    mixins = [base for base in kind.__mro__ if issubclass(base, Scaled)]
+    return {name for mixin in mixins for name in inspect.get_annotations(mixin)}
 
 
 def _takes_one_input(stock: Any) -> bool:

@@ -144,7 +144,7 @@ def _decide(requested: str, origin: str) -> Backend:
 def _device_problem(device: torch.device) -> str | None:
     """Return the reason why Transformer Engine's kernels cannot run on ``device``, or None if they can."""
     if device.type in te.DEVICE_TYPES - {"cuda"}:
-        return None  # a test's stand-in
+        return None  # what follows is about CUDA devices
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     if torch.version.hip is not None:

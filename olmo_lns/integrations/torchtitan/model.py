@@ -11,7 +11,7 @@ from olmo_lns.hook import require_wrapped
 from olmo_lns.integrations.torchtitan.blocks import NORMS, check_block
 from olmo_lns.integrations.torchtitan.initializers import remove_depth_factors
 from olmo_lns.integrations.torchtitan.norms import arithmetic_of, keep_argument_names
-from olmo_lns.integrations.torchtitan.request import Request, request_of
+from olmo_lns.integrations.torchtitan.request import Request, take_request
 from olmo_lns.measured import Measured
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
@@ -26,10 +26,11 @@ def wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, config, *args, **kwargs)
-        requests = [request_of(norm) for _, _, norm in _norms(self)]
+        requests = [take_request(norm) for _, _, norm in _norms(self)]
+        final = take_request(self.norm)
         if any(requests):
             _attach_to_decoder(self, requests)
-        elif request_of(self.norm) is not None:
+        elif final is not None:
             require_wrapped("torchtitan")
             remove_depth_factors(self)
             start_up_line.write("Plain initialization on: the initializers have no depth factor")

@@ -74,6 +74,7 @@ def marked_norm(
     return MarkedNorm(norm=config, scheme=str(parse(str(scheme), exponent)), keep_scaled_init=keep_scaled_init)
 
 
-def request_of(norm: Any) -> Request | None:
-    """Return the request with which an override has marked a norm. It is None for any other object."""
-    return getattr(norm, MARK, None)
+def take_request(norm: Any) -> Request | None:
+    """Remove and return the request with which an override has marked a norm. It is None for any other object."""
+    request: Request | None = getattr(norm, "__dict__", {}).pop(MARK, None)
+    return request
