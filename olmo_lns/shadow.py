@@ -78,7 +78,7 @@ class RandomWeights:
         self._pools: dict[tuple[torch.dtype, torch.device, int | None], torch.Tensor] = {}
 
     def copy(self, module: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-        """Return a deep copy of ``module`` with random parameters, and with values in the place of meta tensors.
+        """Return a deep copy of ``module`` with random parameters, and with values instead of meta tensors.
 
         The memory of the copy is that of the largest parameter, and of buffers that are not on the meta device.
 

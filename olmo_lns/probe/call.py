@@ -174,7 +174,10 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def same_randomness(device: torch.device) -> Iterator[None]:
-    """Let each forward use the same random numbers, and restore the states of the generators afterwards."""
+    """Seed all random generators with 0, and restore their states when the context ends.
+
+    Two forwards in two such contexts use equal random numbers.
+    """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded(device, 0):
         yield
 

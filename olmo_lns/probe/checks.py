@@ -1,9 +1,9 @@
 """Check that a block is one whose two norms a scheme can scale.
 
-Some blocks read their stream only through norms, but a scheme cannot scale them. Each function ``check_…`` refuses one
-kind of these blocks and raises :class:`~olmo_lns.probe.call.NotPreLN` with the reason. :func:`check_block` calls all of
-them, one after the other. They run the copy of the block by a :class:`~olmo_lns.probe.replay.Replay`, whose sites are
-already found.
+Some blocks read their stream only through norms, but a scheme cannot scale them. One such block returns
+``x + post_norm(attn(norm1(x)))``: a factor on the output of ``norm1`` has no effect, because ``post_norm`` cancels it.
+Each function ``check_…`` refuses one kind of these blocks and raises :class:`~olmo_lns.probe.call.NotPreLN` with the
+reason. :func:`check_block` calls all of them, after :mod:`olmo_lns.probe.search` has found the sites.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Copy a block for the probe.
 
-The probe runs the copy. Later the blocks of the model run with the parameters of the copy
-(:mod:`olmo_lns.whole_model.confirmation`).
+The probe runs the copy and leaves the block of the model as it is. Later, when :mod:`olmo_lns.whole_model.confirmation`
+compares all blocks, the blocks of the model run with the parameters of the copy for a moment.
 
-The copy has random parameters, because a gate or an output projection that starts at zero would hide the branch behind
-it. It is in evaluation mode, and in fp32 where the kernels of the block allow it.
+The copy has random parameters. Many models start the last matrix of a branch at zero, or multiply the branch by a gate
+that is zero at first. ``x + gate * mlp(norm(x))`` with a gate of 0 does not depend on the norm at all, so the probe
+could not find the norm. The copy is in evaluation mode. It has fp32 parameters if the kernels of the block allow it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def random_copy(
 
 
 def closed_gates(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers with the single value 0. Such a buffer is a gate that would hide its branch."""
+    """Return the buffers that contain a single 0. Such a buffer is a gate, which would hide its branch."""
     return [b for b in module.buffers() if b.is_floating_point() and b.numel() == 1 and not b.any()]
 
 
