@@ -214,7 +214,7 @@ def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     for words in ((), (LNS,), (LNS, KEEP), (PLAIN,)):
         assert load(parse(*words), parse(*words))[1] == "iter_7"
     assert load(parse(), None, model={})[1] == "iter_7"
-    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
+    with pytest.raises(CheckpointMismatchError, match="no config was found beside its weights"):
         load(parse(LNS), None, model={})
     with pytest.raises(LNSConfigError, match="norm_scheme='sandwich'"):  # of a development version
         load(parse(), SimpleNamespace(norm_scheme="sandwich"))

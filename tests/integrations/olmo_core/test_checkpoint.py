@@ -66,7 +66,7 @@ def test_a_run_resumes_only_under_the_scheme_of_its_checkpoint(tmp_path, monkeyp
     with pytest.raises(CheckpointMismatchError, match="config.json cannot be read"):
         checkpointer.load(folder, _train_module(model_config["lns"]))
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
+    with pytest.raises(CheckpointMismatchError, match="no config was found beside its weights"):
         checkpointer.load(folder, _train_module(model_config["lns"]))
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
     saved["preln"][0].load(saved["preln"][1], _train_module(model_config["lns"]))

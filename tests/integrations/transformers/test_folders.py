@@ -156,7 +156,7 @@ def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="but this run has"):
         sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "config.json").unlink()
-    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
+    with pytest.raises(CheckpointMismatchError, match="no config was found beside its weights"):
         sharded(apply(stock("llama"), trained=True), 6).train(resume_from_checkpoint=True)
 
 
