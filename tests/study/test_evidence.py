@@ -108,8 +108,8 @@ def test_the_experiments_load_by_an_entry_point(tmp_path):
     (about / "entry_points.txt").write_text("[olmo_lns.schemes]\nexperiments = experiments\n")
     code = """
 from olmo_lns.schemes import Scheme
-from olmo_lns.arms import ARMS, arm_named
-assert arm_named("lnsvalue").color == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
+from olmo_lns.arms import ARMS, arm_from_text
+assert arm_from_text("lnsvalue").color == "#393B79" and arm_from_text("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
 assert Scheme.of("lnsvalue").plan(4, 16, "attn").output_scale == value.norm_scale == rate.norm_scale == 0.5
