@@ -12,7 +12,7 @@ from typing import Collection
 class Measured(Enum):
     """One kind of measurement. Its value is its text in the start-up line, which lists the kinds in this order."""
 
-    #: Each block was run, and reads its stream through the norms that have a factor, and through no others.
+    #: Blocks were run. They read their stream through the norms that have a factor, and through no others.
     SITES = "sites"
     #: With the plan of Pre-LN, the forward that replaces a block's own gives the same output.
     BLOCK = "block"

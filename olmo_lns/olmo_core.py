@@ -31,8 +31,9 @@ C = TypeVar("C")
 class BlockConfig(_upstream.TransformerBlockConfig):
     """OLMo-core's block config with a scheme. All other fields are those of OLMo-core.
 
-    :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
-        ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm after the sub-layer.
+    :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``reordered_norm`` blocks support
+        ``branchln``, which has no factor, and ``branchln_depth``. The latter is *not* the paper's method: its factor is
+        on a norm after the sub-layer.
     :param exponent: exponent p of the factor l ** -p of block l, counted from 1. None means 0.5, as in the paper.
     :param initialization: ``plain`` or None refuses an ``init_method`` with a depth factor, and ``upstream`` keeps it.
     :raises LNSConfigError: if a value is not allowed, or the scheme does not support the type of the block.

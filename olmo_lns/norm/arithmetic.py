@@ -82,7 +82,8 @@ def is_dtensor(x: torch.Tensor) -> bool:
 def scaled_norm(module: Any, x: torch.Tensor, arithmetic: NormArithmetic, scale: float, backend: Backend) -> Any:
     """Return ``scale`` times the norm ``module`` of ``x``, with the factor in gain and bias.
 
-    :param x: (..., width). :returns: shape of x, in the dtype of ``arithmetic.dtypes``; with x if ``returns_input``.
+    :param x: (..., width).
+    :returns: shape of x, in the dtype of ``arithmetic.dtypes``; with x if ``returns_input``.
     :raises AttributeError: if the module has no attribute with eps.
     """
     given, rule = x, arithmetic.dtypes

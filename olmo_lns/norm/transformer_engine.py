@@ -20,7 +20,7 @@ from olmo_lns.norm.dtypes import check_shapes, output_dtype, scaled_gain, scaled
 
 #: Oldest supported and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("3"))
-#: Device types of tensors for TE (a test's stand-in adds "cpu").
+#: Types of the devices whose tensors the kernels take.
 DEVICE_TYPES = {"cuda"}
 _KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}
 

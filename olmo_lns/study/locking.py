@@ -1,4 +1,4 @@
-"""Lock a folder against a second command. This needs a POSIX system, as studies do."""
+"""Lock a file, so that no second command uses the same folder. This needs a POSIX system, as studies do."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A module looks like a block if one of three things is true:
 
 * It has the class of a block.
-* It has a norm before a branch. In ``x + mlp(norm(x))`` the input x of the norm reaches the sum on two ways, through
+* It has a norm before a branch. In ``x + mlp(norm(x))`` the input x of the norm reaches the sum in two ways, through
   the norm and past it. :func:`similar_modules` runs the model with gradients, which show the way past the norm.
 * It has no norms as modules, but it normalizes its input by a function, as ``x + mlp(F.layer_norm(x, …))`` does.
   :func:`functional_blocks` runs a copy of the module alone, once on x and once on 4·x. A module looks like a block if

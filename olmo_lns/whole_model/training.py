@@ -70,7 +70,8 @@ def require_same_in_training(
     :param run: runs one forward of the model.
     :param in_training: the result of :func:`trace_in_training`, if there is one already.
     :param confirmation: how the blocks ran while they were confirmed in training mode, if they were.
-    :param named_by_user: true if the user passed the blocks. Further blocks may then run in training mode.
+    :param named_by_user: true if the user passed the blocks. In training mode further blocks may then run, and norms
+        may run several times.
     :raises LNSConfigError: if further blocks run in training mode, if a norm runs several times, if the blocks run in
         another order, or if the stream is normalized between them. The message names the blocks or norms.
     """

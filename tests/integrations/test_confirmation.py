@@ -178,6 +178,18 @@ def test_a_norm_that_is_off_in_training_in_all_blocks_is_refused():
         olmo_lns.apply(Stack(lambda: Block(norm=OffInTraining)), example=X)
 
 
+class Centering(nn.LayerNorm):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) * self.weight
+
+
+def test_modules_in_no_block_that_are_no_norms_are_refused():
+    model = Unseen()
+    model.norms = nn.ModuleList([Centering(D) for _ in model.norms])
+    with pytest.raises(LNSError, match="norms.0 .* of block 1 computes no norm in eval mode"):
+        olmo_lns.apply(model, norms=[*zip(model.norms[::2], model.norms[1::2], strict=True)], example=X)
+
+
 def test_a_norm_in_no_block_that_is_off_is_refused():
     model = Unseen()
     model.norms[4] = OffInTraining(D)

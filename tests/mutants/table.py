@@ -5,7 +5,7 @@ the mutated model, and may not raise. A harmful mutant that is marked ``followed
 
 The row of a mutant lists the frameworks in which it is tested. In the others it has no meaning or cannot be detected. Megatron's
 layers cannot run alone, so the plugin does not measure what they compute between the norms. In transformers the plugin does not
-build the blocks.
+build the blocks. That a moved module of Megatron is refused is tested in tests/integrations/megatron/test_flags.py.
 """
 
 import dataclasses

@@ -134,7 +134,7 @@ def _locate(
         hooked = [name for block, each in to_check for name in norms_to_hook(block, each, arithmetic_of)]
         block_norms, projections = probes.norms, probes.projections
         names = {module: name for name, module in model.named_modules()}  # a first forward may add modules
-        check_norms(names, block_norms, found.trace.shapes, shadow.device_of(model))
+        check_norms(names, block_norms, found.trace.shapes, shadow.device_of(model), probes.probed)
     members = [norm for each in block_norms for norm in each]
     _require_one_run(names, block_norms, found.trace)
     if found.blocks and not confirmed.is_residual_stream:

@@ -8,8 +8,9 @@ with the same random parameters.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from torch import nn
 from olmo_lns import probe
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.response import first_output
+
+log = logging.getLogger("olmo_lns")
 
 _Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -26,18 +29,21 @@ def check_norms(
     norms: Sequence[tuple[nn.Module, ...]],
     shapes: Mapping[nn.Module, tuple[int, ...]],
     device: torch.device,
+    probed: Collection[int],
 ) -> None:
     """Check the norms of all blocks in eval mode and in training mode. They are in eval mode afterwards.
 
-    The probe has shown that the first norm of each kind ignores the size of its input in eval mode, since it examined
-    the block of this norm. Each other norm is compared with the first. If it computes the same, it passes. Otherwise it
-    passes only if it ignores the size of its input too. For example, a norm with a different eps passes, and a module
-    that only multiplies by a constant does not.
+    The first norm of each kind must ignore the size of its input. If its block was probed, the probe has shown this in
+    eval mode. Each other norm is compared with the first. If it computes the same, it passes. Otherwise it passes only
+    if it ignores the size of its input too. For example, a norm with a different eps passes, and a module that only
+    multiplies by a constant does not. A norm that cannot run alone, such as one with two inputs, is not checked, and
+    the log names it.
 
     :param names: name of each norm.
     :param norms: the norms of each block, from block 1.
     :param shapes: shape of the input of each norm in the forward of the model.
     :param device: the device of norms without weights.
+    :param probed: numbers of the blocks that the probe has run.
     :raises LNSConfigError: if a norm computes no norm, or if the norms multiply their outputs by a power of the
         number of the block.
     """
@@ -50,16 +56,17 @@ def check_norms(
                 found = _output(norm, shapes.get(norm, ()), device)
                 probe.set_training(norm, False)
                 if found is None:
-                    continue
+                    log.info("%s does not run alone, so it was not checked that it is a norm", names[norm])
+                    break
                 run, x, output = found
                 key = place, type(norm), tuple((name, p.shape) for name, p in norm.named_parameters()), x.shape
                 first_number, first = firsts.setdefault(key, (number, output))
-                factor = _factor(output, first)
-                if output is first:
+                factor, is_first = _factor(output, first), output is first
+                if is_first and number in probed:
                     continue
                 if number != first_number and not trains:
                     exponents.append(math.log(factor) / math.log(first_number / number) if factor > 0 else 0.0)
-                if factor != 1.0 and not _ignores_sizes(norm, run, x, trains=trains):
+                if (is_first or factor != 1.0) and not _ignores_sizes(norm, run, x, trains=trains):
                     raise LNSConfigError(
                         f"{names[norm]} ({type(norm).__name__}) of block {number} computes no norm in "
                         f"{'training' if trains else 'eval'} mode, since its output is constant or depends on the size "

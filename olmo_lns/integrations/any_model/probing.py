@@ -105,6 +105,11 @@ class BlockProbes:
         return {block: self._results[first].replay for block, first in firsts if block is not None}
 
     @property
+    def probed(self) -> set[int]:
+        """The numbers of the blocks that were examined."""
+        return set(self._results)
+
+    @property
     def norms(self) -> list[tuple[nn.Module, ...]]:
         """The norms of each block."""
         found: list[tuple[nn.Module, ...]] = []

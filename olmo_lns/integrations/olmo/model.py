@@ -56,7 +56,8 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
 def _attach_to_model(model: Any, scheme: Scheme, initialization: str, weights_drawn: bool) -> set[Measured]:
     """Attach the requested scheme to a model that OLMo has just built.
 
-    :param weights_drawn: true if OLMo has drawn the weights. :returns: what was measured.
+    :param weights_drawn: true if OLMo has drawn the weights.
+    :returns: what was measured.
     :raises UpstreamChangedError: if a block lacks an expected part.
     """
     measured: set[Measured] = set()

@@ -117,7 +117,7 @@ def _require_classes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 STOCK_CLASS, LNS_CLASS = "olmo_core.nn.transformer.TransformerBlockConfig", "olmo_lns.olmo_core.BlockConfig"
-#: Number of blocks for which a scheme is compared with the layouts. Mix-LN has no Post-LN block in a shallow model.
+#: Number of blocks for which a scheme is compared with the layouts. A scheme may change only some of many blocks.
 _N_LAYERS = 100
 _CLASS, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
 _INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
@@ -163,8 +163,8 @@ class OLMoCoreEngine(Engine):
             return None
         overrides: dict[str, Any] = {_NAME: block_name, _METHOD: "normal"}
         if not arm.scheme.is_pre_ln:
-            exponent = {f"model.block.{name}": value for name, value in arm.scheme.parameters.items()}
-            return {_CLASS: LNS_CLASS, _SCHEME: arm.scheme.name, **exponent, **overrides}
+            exponent = arm.scheme.parameters.get("exponent")  # null also overrides an exponent in the base config
+            return {_CLASS: LNS_CLASS, _SCHEME: arm.scheme.name, _EXPONENT: exponent, **overrides}
         if arm.initialization == "scaled":
             overrides[_RESIDUAL] = "scaled"
         return {_CLASS: STOCK_CLASS, **overrides}
