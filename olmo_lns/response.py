@@ -71,7 +71,7 @@ class Response:
 
     @property
     def measured(self) -> frozenset[Measured]:
-        """What was measured: the output, and the gradient unless it is None."""
+        """The kinds of measurement: the output, and the gradient unless it is None."""
         return frozenset({Measured.OUTPUT} if self.gradient is None else {Measured.OUTPUT, Measured.GRADIENT})
 
     def problem(self, before: Response, factor: float) -> str:

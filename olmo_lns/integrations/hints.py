@@ -1,4 +1,4 @@
-"""What the user of ``olmo_lns.apply`` says about a model, in one value that all integrations take."""
+"""The arguments of ``olmo_lns.apply`` that describe a model, in one value that all integrations take."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _is_built_like(one: nn.Module, other: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class NeutralBranch:
-    """What one branch adds to the stream while all gains of the block are 1 and all biases 0.
+    """The output that one branch adds to the stream while all gains of the block are 1 and all biases 0.
 
     The three tensors come from three runs of the block, in which the site returns zeros, half of its frozen tensor, and
     its whole frozen tensor.
