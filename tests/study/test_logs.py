@@ -252,9 +252,9 @@ def test_the_final_loss_of_a_long_run_takes_linear_time():
     for step in range(1, 100_001):
         curve.add_step(step, "100000")
         curve.add_loss(step, 3.0)
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert curve.final(1.0) == (3.0, 100_000)
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2
 
 
 def test_a_log_with_other_messages_between_the_steps_is_read_in_linear_time(tmp_path):
