@@ -43,10 +43,10 @@ Read the modules in this order. Each imports only those above it.
 * ``search``: :func:`pre_ln_sites`, which uses all of these.
 """
 
-from olmo_lns.probe.call import Call, hooks, same_randomness, seed_generators, stream_of
+from olmo_lns.probe.call import Call, converted, hooks, same_randomness, seed_generators, stream_of
 from olmo_lns.probe.copies import random_copy, set_training
 from olmo_lns.probe.recognize import has_vectors_only, is_leaf, is_norm, looks_like_norm
-from olmo_lns.probe.replay import SAME, SAME_HALF, Replay
+from olmo_lns.probe.replay import SAME, SAME_HALF, Replay, Result
 from olmo_lns.probe.search import BlockSites, pre_ln_sites
 
 __all__ = [
@@ -55,6 +55,8 @@ __all__ = [
     "BlockSites",
     "Call",
     "Replay",
+    "Result",
+    "converted",
     "has_vectors_only",
     "hooks",
     "is_leaf",

@@ -129,14 +129,18 @@ class Call:
 
         :param dtype: None keeps the dtypes.
         """
-
-        def converted(value: Any) -> Any:
-            if torch.is_tensor(value):
-                return value.detach().to(dtype) if dtype and value.is_floating_point() else value.detach()
-            return value
-
-        args, kwargs = tree_map(converted, (self.args, dict(self.kwargs)))
+        detached = tree_map(
+            lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf, (self.args, dict(self.kwargs))
+        )
+        args, kwargs = detached if dtype is None else converted(detached, dtype)
         return replace(self, args=args, kwargs=kwargs)
+
+
+def converted(arguments: Any, dtype: torch.dtype) -> Any:
+    """Return the arguments of a call with all floating tensors in this dtype, also those in lists, tuples and dicts."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, arguments
+    )
 
 
 def stream_of(output: Any) -> torch.Tensor | None:

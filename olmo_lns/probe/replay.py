@@ -163,10 +163,10 @@ class Replay:
         """
         value, y, frozen = normalized_input(args, kwargs), first_output(output), self.frozen[name]
         if y.numel() != frozen.numel():  # training may run a branch on a part of the batch
-            return replace_first(output, frozen[: len(y)].reshape(y.shape).clone())
+            return replace_first(output, frozen[: len(y)].reshape(y.shape).to(y.dtype, copy=True))
         reads_stream = name in self.norms and value.numel() == x.numel()
         inputs[name] = (self.as_stream(name, value) - x.detach().double() if reads_stream else value).detach()
-        return replace_first(output, frozen.reshape(y.shape).clone())
+        return replace_first(output, frozen.reshape(y.shape).to(y.dtype, copy=True))
 
     def delta(self, changes: Mapping[nn.Module, Change] | None = None) -> torch.Tensor:
         """Freeze the sites, run the block, and return ``block(x) - x``.
@@ -260,10 +260,13 @@ class Replay:
 
     # --- compare ----------------------------------------------------------------------------------------------------
 
-    def is_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Return true if two results are equal, up to the rounding of the copy's dtype."""
-        scale = self.second_input.double().norm()
-        return a.shape == b.shape and float((a - b).norm()) < self.tolerance * float(a.norm() + b.norm() + scale)
+    def is_equal(self, a: torch.Tensor, b: torch.Tensor, tolerance: float | None = None) -> bool:
+        """Return true if two results are equal.
+
+        :param tolerance: how large their relative difference may be; the default is the rounding of the copy's dtype.
+        """
+        tolerance, scale = tolerance or self.tolerance, self.second_input.double().norm()
+        return a.shape == b.shape and float((a - b).norm()) < tolerance * float(a.norm() + b.norm() + scale)
 
     def is_noticeable(self, effect: torch.Tensor) -> bool:
         """Return true if an effect on the block's output is more than rounding."""
@@ -301,7 +304,7 @@ class Replay:
         :param expected: the result of :meth:`run` on the first stream in the earlier mode, while the sites are frozen.
         """
         second = self.run(self.second_input, self.site_names)
-        if self._is_same_result(second, expected):
+        if self.is_same_result(second, expected):
             return True
         return self.are_independent_of_stream((self.run(self.x, self.site_names), second))
 
@@ -345,33 +348,41 @@ class Replay:
         """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
         return all(earlier.computes(self.result(trains=trains), trains=trains) for trains in (False, True))
 
-    def computes(self, result: Result, *, trains: bool) -> bool:
+    def computes(self, result: Result, *, trains: bool, tolerance: float | None = None) -> bool:
         """Return true if the result of this block is ``result``, which another block has.
 
         :param trains: compare in training mode, and not in eval mode.
+        :param tolerance: as for :meth:`is_equal`.
         """
-        return self._is_same_result(result, self.result(trains=trains))
+        return self.is_same_result(result, self.result(trains=trains), tolerance)
 
-    def _is_same_result(self, result: Result, other: Result) -> bool:
+    def is_same_result(self, result: Result, other: Result, tolerance: float | None = None) -> bool:
+        """Return true if two results of :meth:`run` are equal (:meth:`is_equal`)."""
         (delta, inputs), (other_delta, other_inputs) = result, other
         pairs = zip((delta, *inputs), (other_delta, *other_inputs), strict=False)
-        return len(inputs) == len(other_inputs) and all(self.is_equal(a, b) for a, b in pairs)
+        return len(inputs) == len(other_inputs) and all(self.is_equal(a, b, tolerance) for a, b in pairs)
 
     @property
     def returns_stream(self) -> bool:
         """True if the block returns the stream itself. False if it returns a change, or two tensors whose sum it is."""
         return not (self.call.returns_parts or self.call.returns_change)
 
+    def parameters_as(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return the parameters of this copy in these dtypes."""
+        return [own.data.to(dtype) for own, dtype in zip(self.block.parameters(), dtypes, strict=True)]
+
     @contextmanager
-    def parameters_in(self, block: nn.Module) -> Iterator[None]:
+    def parameters_in(self, block: nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
         """Give a block with the same structure the parameters of this copy, and open its gates, while the context runs.
 
         A gate is a buffer with the single value 0, which would hide its branch (:mod:`olmo_lns.probe.copies`).
+
+        :param parameters: the result of :meth:`parameters_as`; the default is the parameters themselves.
         """
         saved = [(parameter, parameter.data) for parameter in block.parameters()]
         gates = [(gate, gate.clone()) for gate in closed_gates(block)]
         try:
-            for (parameter, _), own in zip(saved, self.block.parameters(), strict=True):
+            for (parameter, _), own in zip(saved, parameters or self.block.parameters(), strict=True):
                 parameter.data = own.data
                 increment_version(parameter)  # for caches that compare versions
             for gate, _ in gates:

@@ -9,11 +9,16 @@ model keeps in an attribute, these random numbers change what the block adds, an
 The forward takes as long as one run of each block. It also shows whether the model passes the stream unchanged from
 block to block. If a block is not confirmed, the probe examines it separately. If the stream is not, then
 :func:`olmo_lns.whole_model.stream.require_residual_stream` examines the stream.
+
+The probed copies compute in fp32. If the model is in half precision, one of the two forwards runs its blocks in half
+precision as well, since a block may compute something else there. The comparison is then as coarse as the rounding. The
+other forward runs the blocks in fp32, inside of a model in half precision, and compares exactly.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Mapping, Sequence
@@ -46,27 +51,37 @@ class Confirmation:
     norm_runs: dict[nn.Module, int] = field(default_factory=dict)
 
 
+#: The dtypes of models whose blocks can be confirmed.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
-    """Return true if the blocks can run in the model as the probe ran them: in fp32, and if they return the stream."""
+    """Return true if the blocks can run in the model as the probe ran them, which is in fp32, and return the stream."""
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     return (
         len(blocks) == len(replays) > 0
         and all(replay.dtype == torch.float32 and replay.returns_stream for replay in replays.values())
         and all((call := trace.calls.get(block)) is not None and not call.returns_change for block in blocks)
         and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
-        and all(type(p.data) is torch.Tensor and p.dtype == torch.float32 for p in parameters)
+        and all(type(p.data) is torch.Tensor and p.dtype in _DTYPES for p in parameters)
     )
 
 
 @contextmanager
 def confirming(
-    blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace, *, trains: bool
+    blocks: Sequence[nn.Module],
+    replays: Mapping[nn.Module, probe.Replay],
+    trace: Trace,
+    *,
+    trains: bool,
+    in_dtype_of_model: bool,
 ) -> Iterator[Confirmation]:
     """Let each block run as the probed copy of its structure did, in one forward of the model in this context.
 
     :param replays: block -> the probed block of its structure.
     :param trains: true to compare with the probed copies in training mode with gradients, false to compare with them in
         eval mode without gradients. The caller must set this mode in the model before.
+    :param in_dtype_of_model: true to run the blocks in the dtypes of their parameters, false to run them in fp32.
     :returns: the confirmation, which is complete when the context ends.
     """
     generator = torch.Generator().manual_seed(9)
@@ -77,6 +92,8 @@ def confirming(
     last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
     order = confirmation.order
     returned: set[nn.Module] = set()
+    structures = Counter(replays.values())
+    in_half: dict[probe.Replay, probe.Result] = {}  # copy -> the result of the first block with its structure
 
     def moved(stream: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(stream.shape, generator=generator, device="cpu")
@@ -85,6 +102,7 @@ def confirming(
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replay, call = replays[block], calls[block]
         stream = call.stream_among(args, kwargs)
+        dtype = stream.dtype if in_dtype_of_model else replay.call.stream.dtype
         if last and not is_same(last.pop(), stream):
             confirmation.changed.append((order[-1], block))
         order.append(block)
@@ -93,17 +111,27 @@ def confirming(
         with torch.set_grad_enabled(trains):
             x = before[block].clone().requires_grad_(trains).clone()  # no leaf, since the block may change it in place
             args, kwargs = call.with_stream(args, kwargs, x)
+            if dtype != stream.dtype:
+                args, kwargs = probe.converted((args, kwargs), dtype)
             output = forward(*args, **kwargs)
         if (after := probe.stream_of(output)) is None:
             return output
         delta = after.detach().double() - before[block].double()
         read = inputs.pop(block)
         found = [read[name] for name in replay.site_names if name in read]
-        if replay.computes((delta, found), trains=trains):
+        if is_confirmed(replay, (delta, found), dtype):
             confirmation.blocks.add(block)
         returned.add(block)
-        last.append(moved(after))
+        last.append(moved(after.to(stream.dtype)))
         return replace_stream(output, last[-1].clone())
+
+    def is_confirmed(replay: probe.Replay, result: probe.Result, dtype: torch.dtype) -> bool:
+        is_half = dtype.itemsize < 4
+        if is_half and structures[replay] > 1:
+            # The router of a block may choose other experts in half precision than in fp32. It chooses the same ones in
+            # all blocks, because their frozen norms return the same. So the blocks are compared with each other.
+            return replay.is_same_result(result, in_half.setdefault(replay, result), torch.finfo(dtype).eps)
+        return replay.computes(result, trains=trains, tolerance=probe.SAME_HALF if is_half else probe.SAME)
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, norm = forward(*args, **kwargs), block.get_submodule(name)
@@ -112,9 +140,19 @@ def confirming(
             return output
         return replays[block].frozen_output(name, before[block], inputs[block], args, kwargs, output)
 
+    in_dtypes: dict[Any, list[torch.Tensor]] = {}  # blocks with one structure share one set of parameters
+
+    def parameters_for(block: nn.Module) -> list[torch.Tensor] | None:
+        dtypes = tuple(parameter.dtype for parameter in block.parameters())
+        if not in_dtype_of_model or set(dtypes) <= {torch.float32}:
+            return None
+        if (key := (replays[block], dtypes)) not in in_dtypes:
+            in_dtypes[key] = replays[block].parameters_as(dtypes)
+        return in_dtypes[key]
+
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replays[block].parameters_in(block))
+            stack.enter_context(replays[block].parameters_in(block, parameters_for(block)))
             stack.enter_context(_running(block, functools.partial(run_block, block)))
             for name in replays[block].site_names:
                 stack.enter_context(_running(block.get_submodule(name), functools.partial(run_norm, block, name)))

@@ -26,10 +26,26 @@ class Counting(Stack):
         return super().forward(x)
 
 
-def test_a_model_in_fp32_runs_five_times():
+class Routing(Block):
+    """A block of two experts. In half precision, its router chooses other experts than in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.other_mlp = nn.Linear(D, 2), nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+    def forward(self, x):
+        y = self.n2(x := x + self.attn(self.n1(x)))
+        logits = self.router(y) + (y.dtype == torch.float32) * torch.tensor([0.0, 9.0], dtype=y.dtype)
+        is_first = (logits.argmax(-1) == 0)[..., None]
+        return x + torch.where(is_first, self.mlp(y), self.other_mlp(y))
+
+
+@pytest.mark.parametrize("block", [Block, Routing])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_runs_five_times(block, dtype):
     """To find its blocks, in each mode, and with and without hooks. The state is restored, so the class counts."""
     Counting.forwards = 0
-    model = olmo_lns.apply(Counting(), example=X)
+    model = olmo_lns.apply(Counting(block).to(dtype), example=X.to(dtype))
     assert Counting.forwards == 5
     assert len(list(sites.in_model(model))) == 8
 
@@ -51,6 +67,16 @@ class Bypassing(Behaving):
 class BypassingInTraining(Behaving):
     def differently(self, x):
         return Block.forward(self, x) + (0.1 * self.mlp(x) if self.training else 0.0)
+
+
+class BypassingALittleInTraining(Behaving):
+    def differently(self, x):
+        return Block.forward(self, x) + (1e-3 * self.mlp(x) if self.training else 0.0)
+
+
+class BypassingInHalfPrecision(Behaving):
+    def differently(self, x):
+        return Block.forward(self, x) + (0.1 * x if x.dtype == torch.bfloat16 else 0.0)
 
 
 class Scaling(Behaving):
@@ -110,19 +136,30 @@ def test_a_fused_kernel_of_a_second_block_is_switched_off(block, passes_blocks):
     [
         (Bypassing, "block 2 .* is not Pre-LN"),
         (BypassingInTraining, "block 2 .* is not Pre-LN"),
+        (BypassingALittleInTraining, "block 2 .* is not Pre-LN"),
         (Scaling, "in its own code"),
         (Remembering, "past its norms"),
     ],
 )
-def test_a_second_block_that_does_something_else_is_refused(block, text):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_block_that_does_something_else_is_refused(block, text, dtype):
     torch.manual_seed(0)
-    model = Stack(block)
+    model, x = Stack(block).to(dtype), X.to(dtype)
     for number, each in enumerate(model.layers):
         each.number = number
-    before = model.eval()(X)
+    before = model.eval()(x)
     with pytest.raises(LNSError, match=text):
-        olmo_lns.apply(model, example=X)
-    assert torch.equal(model(X), before)
+        olmo_lns.apply(model, example=x)
+    assert torch.equal(model(x), before)
+
+
+def test_a_second_block_that_bypasses_its_norms_in_half_precision_only_is_refused():
+    torch.manual_seed(0)
+    model = Stack(BypassingInHalfPrecision).bfloat16()
+    for number, each in enumerate(model.layers):
+        each.number = number
+    with pytest.raises(LNSError, match="past its norms"):
+        olmo_lns.apply(model, example=X.bfloat16())
     assert not list(sites.in_model(model))
 
 
@@ -329,13 +366,18 @@ def test_another_order_or_a_norm_between_blocks_in_training_is_refused(make, tex
         assert not list(sites.in_model(model))
 
 
-def test_the_same_in_half_precision_is_refused():
-    for make in (
+@pytest.mark.parametrize(
+    "make",
+    [
         lambda: InTraining(order=lambda layers: layers[::-1]),
         lambda: InTraining(lambda x: F.rms_norm(x, (D,))),
-    ):
-        with pytest.raises(LNSError, match="in training mode"):
-            olmo_lns.apply(make().bfloat16(), example=X.bfloat16())
+        lambda: InTraining(divided_in_place),
+    ],
+    ids=["reversed", "norm", "in place"],
+)
+def test_the_same_in_half_precision_is_refused(make):
+    with pytest.raises(LNSError, match="in training mode"):
+        olmo_lns.apply(make().bfloat16(), example=X.bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,8 @@ def _confirm(
     if not can_confirm(found.blocks, replays, found.trace):
         return Confirmation(), None, None
     try:
-        with undisturbed(model), confirming(found.blocks, replays, found.trace, trains=False) as in_eval:
+        eval_mode = confirming(found.blocks, replays, found.trace, trains=False, in_dtype_of_model=True)
+        with undisturbed(model), eval_mode as in_eval:
             run()
     except _REFUSALS as error:  # the model refuses such weights, or a replaced forward
         log.debug("the blocks are examined one by one, since the model does not run with other weights: %s", error)
@@ -205,7 +206,8 @@ def _confirm(
     try:
         with undisturbed(model):
             probe.set_training(model, True)
-            with confirming(found.blocks, replays, found.trace, trains=True) as in_training:
+            training_mode = confirming(found.blocks, replays, found.trace, trains=True, in_dtype_of_model=False)
+            with training_mode as in_training:
                 # A hook on a part of a block would switch off a fused kernel, which this forward could notice.
                 parts = {part for block in found.blocks for part in block.modules()} - set(found.blocks)
                 trace = trace_in_training(model, run, apart_from=parts)
