@@ -107,7 +107,7 @@ class Call:
             output = block(*args, **kwargs)
         if (after := stream_of(output)) is None:
             raise NotPreLN(
-                f"its output has the type {type(output).__name__}, expected a tensor or a tuple that starts with one"
+                f"its output has the type {type(output).__name__}. Expected a tensor or a tuple that starts with one"
             )
         if self.returns_parts:
             parts = [part for part in tree_leaves(output) if torch.is_tensor(part) and part.shape == x.shape]

@@ -63,7 +63,7 @@ def check_sites_are_read(replay: Replay) -> list[torch.Tensor]:
 def check_number_of_sites(replay: Replay) -> None:
     """Check that the block has one or two sites."""
     if (count := len(replay.site_names)) > 2:
-        found = f"{count} norms read the stream ({', '.join(replay.site_names)}), expected two"
+        found = f"{count} norms read the stream ({', '.join(replay.site_names)}). Expected two"
         raise NotPreLN(found, norms_argument_may_help=count > 3)
 
 
@@ -76,8 +76,8 @@ def check_other_norms_are_read(replay: Replay) -> None:
         )
         if is_unchanged:
             raise NotPreLN(
-                f"its norm {name} runs without any effect, as if its branch were switched off; its factor would "
-                "be missing once the branch is switched on"
+                f"its norm {name} runs without any effect, as if its branch were switched off. Its factor would be "
+                "missing once the branch is switched on"
             )
 
 
@@ -151,7 +151,7 @@ def check_branches_differ(replay: Replay) -> None:
     if alike := branches.branches_built_alike(replay):
         raise NotPreLN(
             f"its two branches {' and '.join(alike)} are built alike, so it holds two layers of one branch, or two "
-            "blocks; expected attention and feed-forward"
+            "blocks. Expected attention and feed-forward"
         )
 
 
@@ -183,10 +183,10 @@ def check_two_branches(
     if len(replay.site_names) == 2:
         together = effect_of_all - sum(effects)
         if float(together.norm()) > 10 * replay.tolerance * float(replay.reference_delta.norm()):
-            raise NotPreLN(f"it has one branch, after {sites_text}; expected attention and feed-forward")
+            raise NotPreLN(f"it has one branch, after {sites_text}. Expected attention and feed-forward")
     elif not branches.reads_norm_twice(replay):
         raise NotPreLN(
-            f"it has one branch, after {sites_text}; expected attention and feed-forward, one of which mixes positions",
+            f"it has one branch, after {sites_text}. Expected attention and feed-forward, one of which mixes positions",
             norms_argument_may_help=True,
         )
 

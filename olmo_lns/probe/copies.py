@@ -33,9 +33,9 @@ def random_copy(
     :param dtype: floating dtype of the copy; None keeps the dtypes of the block.
     """
     if any(map(has_no_values, block.parameters())):
-        raise NotPreLN("its weights are on the meta device or partitioned; build or load them first")
+        raise NotPreLN("its weights are on the meta device or partitioned. Build or load them first")
     if any(map(is_quantized, block.parameters())):
-        raise NotPreLN("its weights are quantized; apply the scheme before quantization")
+        raise NotPreLN("its weights are quantized. Apply the scheme before the quantization")
     if weights_from is not None:
         pairs = zip(block.parameters(), weights_from.parameters(), strict=True)
         copied = deep_copy(block, {id(original): weight for original, weight in pairs})

@@ -59,7 +59,7 @@ def find_norms(replay: Replay) -> None:
         replay.shapes[name] = tuple(norm_input(args, kwargs).shape)
         if y.numel() == replay.x.numel():
             if len(norm_calls) > 1 and y.shape[-1] == replay.x.shape[-1]:
-                raise NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward, expected once")
+                raise NotPreLN(f"its norm {name} ran {len(norm_calls)} times in one forward. Expected once")
             replay.norms[name] = leaves[name]
         if len(norm_calls) == 1:
             replay.all_norms[name], replay.frozen[name] = leaves[name], replay.draw(y)

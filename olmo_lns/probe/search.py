@@ -156,11 +156,13 @@ def _search_sites(replay: Replay, expected: tuple[str, ...] | None) -> None:
     """
     if not replay.norms:
         raise NotPreLN(
-            "none of its modules is a norm of the stream; norms that are functions cannot be scaled",
+            "none of its modules is a norm of the stream. Norms that are functions cannot be scaled",
             norms_argument_may_help=True,
         )
     if expected is not None and not replay.norms.keys() >= set(expected):
-        raise NotPreLN(f"found {', '.join(replay.norms)}, expected {', '.join(expected)} as in a block built alike")
+        raise NotPreLN(
+            f"its norms are {', '.join(replay.norms)}. Expected {', '.join(expected)}, as in a block built alike"
+        )
     names = list(expected or replay.norms)
     results = replay.run_twice(names)
     if not replay.are_independent_of_stream(results, accept_inner=expected is None):
@@ -231,7 +233,7 @@ def _check_sites_of_user(replay: Replay, names: tuple[str, ...]) -> None:
     :raises NotPreLN: if it reads the stream elsewhere.
     """
     if missing := [name for name in names if name not in replay.norms]:
-        others = f"; its norms are {', '.join(replay.norms)}" if replay.norms else ""
+        others = f". Its norms are {', '.join(replay.norms)}" if replay.norms else ""
         raise NotPreLN(f"{', '.join(missing)} given by norms= is no norm of its stream{others}")
     replay.site_names = names
     forms: tuple[dict[str, bool], ...] = ({}, {"returns_parts": True}, {"returns_change": True})
