@@ -368,22 +368,22 @@ class Replay:
         return not (self.call.returns_parts or self.call.returns_change)
 
     def parameters_as(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Return the parameters of this copy in these dtypes."""
+        """Return the values of this copy's parameters in these dtypes. A value in its own dtype is not copied."""
         return [own.data.to(dtype) for own, dtype in zip(self.block.parameters(), dtypes, strict=True)]
 
     @contextmanager
-    def parameters_in(self, block: nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+    def parameters_in(self, block: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
         """Give a block with the same structure the parameters of this copy, and open its gates, while the context runs.
 
         A gate is a buffer with the single value 0, which would hide its branch (:mod:`olmo_lns.probe.copies`).
 
-        :param parameters: the result of :meth:`parameters_as`; the default is the parameters themselves.
+        :param values: the result of :meth:`parameters_as`.
         """
         saved = [(parameter, parameter.data) for parameter in block.parameters()]
         gates = [(gate, gate.clone()) for gate in closed_gates(block)]
         try:
-            for (parameter, _), own in zip(saved, parameters or self.block.parameters(), strict=True):
-                parameter.data = own.data
+            for (parameter, _), value in zip(saved, values, strict=True):
+                parameter.data = value
                 increment_version(parameter)  # for caches that compare versions
             for gate, _ in gates:
                 gate.fill_(1.0)

@@ -140,19 +140,11 @@ def confirming(
             return output
         return replays[block].frozen_output(name, before[block], inputs[block], args, kwargs, output)
 
-    in_dtypes: dict[Any, list[torch.Tensor]] = {}  # blocks with one structure share one set of parameters
-
-    def parameters_for(block: nn.Module) -> list[torch.Tensor] | None:
-        dtypes = tuple(parameter.dtype for parameter in block.parameters())
-        if not in_dtype_of_model or set(dtypes) <= {torch.float32}:
-            return None
-        if (key := (replays[block], dtypes)) not in in_dtypes:
-            in_dtypes[key] = replays[block].parameters_as(dtypes)
-        return in_dtypes[key]
-
+    parameters_as = functools.cache(probe.Replay.parameters_as)  # blocks with one structure share one set of parameters
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replays[block].parameters_in(block, parameters_for(block)))
+            dtypes = tuple(p.dtype if in_dtype_of_model else torch.float32 for p in block.parameters())
+            stack.enter_context(replays[block].parameters_in(block, parameters_as(replays[block], dtypes)))
             stack.enter_context(_running(block, functools.partial(run_block, block)))
             for name in replays[block].site_names:
                 stack.enter_context(_running(block.get_submodule(name), functools.partial(run_norm, block, name)))
