@@ -27,8 +27,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
-from olmo_lns.probe.call import BlockFailed, Call, code_of_the_block, hooks, stream_of
-from olmo_lns.probe.copies import closed_gates, set_training
+from olmo_lns.probe.call import BlockFailed, Call, NotPreLN, code_of_the_block, hooks, stream_of
+from olmo_lns.probe.copies import closed_gates, random_copy, set_training
 from olmo_lns.probe.recognize import normalized_input
 from olmo_lns.response import first_output, replace_first
 
@@ -348,16 +348,18 @@ class Replay:
         """Return true if this block and an earlier one compute the same, in eval mode and in training mode."""
         return all(earlier.computes(self.result(trains=trains), trains=trains) for trains in (False, True))
 
-    def computes(self, result: Result, *, trains: bool, tolerance: float | None = None) -> bool:
+    def computes(self, result: Result, *, trains: bool) -> bool:
         """Return true if the result of this block is ``result``, which another block has.
 
         :param trains: compare in training mode, and not in eval mode.
-        :param tolerance: as for :meth:`is_equal`.
         """
-        return self.is_same_result(result, self.result(trains=trains), tolerance)
+        return self.is_same_result(result, self.result(trains=trains))
 
     def is_same_result(self, result: Result, other: Result, tolerance: float | None = None) -> bool:
-        """Return true if two results of :meth:`run` are equal (:meth:`is_equal`)."""
+        """Return true if two results of :meth:`run` are equal.
+
+        :param tolerance: as for :meth:`is_equal`.
+        """
         (delta, inputs), (other_delta, other_inputs) = result, other
         pairs = zip((delta, *inputs), (other_delta, *other_inputs), strict=False)
         return len(inputs) == len(other_inputs) and all(self.is_equal(a, b, tolerance) for a, b in pairs)
@@ -370,6 +372,23 @@ class Replay:
     def parameters_as(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return the values of this copy's parameters in these dtypes. A value in its own dtype is not copied."""
         return [own.data.to(dtype) for own, dtype in zip(self.block.parameters(), dtypes, strict=True)]
+
+    def result_of(self, block: nn.Module, call: Call) -> Result | None:
+        """Return what :meth:`result` returns in eval mode, but for another block and in the dtypes of that block.
+
+        :param block: a block with the same structure, which has the result of :meth:`parameters_as` as its parameters.
+            A copy of it is run.
+        :param call: the call of the block.
+        :returns: the result, or None if the copy does not run.
+        """
+        try:
+            with code_of_the_block():
+                copied = random_copy(block, weights_from=block, dtype=None)
+            own = Replay(copied, call.detached(None), None)
+            own.take_from(self)
+            return own.run(self.x.to(call.stream.dtype), self.site_names)
+        except (BlockFailed, NotPreLN):
+            return None
 
     @contextmanager
     def parameters_in(self, block: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:

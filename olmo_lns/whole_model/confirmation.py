@@ -11,17 +11,18 @@ block to block. If a block is not confirmed, the probe examines it separately. I
 :func:`olmo_lns.whole_model.stream.require_residual_stream` examines the stream.
 
 The probed copies compute in fp32. If the model is in half precision, one of the two forwards runs its blocks in half
-precision as well, since a block may compute something else there. The comparison is then as coarse as the rounding. The
-other forward runs the blocks in fp32, inside of a model in half precision, and compares exactly.
+precision as well, since a block may compute something else there. They are compared with a copy that also runs in half
+precision, and the comparison is as coarse as the rounding. The random numbers replace the stream, since a stream that
+grows from block to block would round away what a block adds. The other forward runs the blocks in fp32, inside of a
+model in half precision, and compares exactly.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -56,7 +57,11 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
-    """Return true if the blocks can run in the model as the probe ran them, which is in fp32, and return the stream."""
+    """Return true if the blocks can run in the model as the probe ran them, which is in fp32, and return the stream.
+
+    A parameter in half precision must not be referred to by torch's autograd. If its dtype changes, even for a moment,
+    torch drops the node that accumulates its gradient, and with it the hooks of DistributedDataParallel on this node.
+    """
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     return (
         len(blocks) == len(replays) > 0
@@ -64,6 +69,7 @@ def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.R
         and all((call := trace.calls.get(block)) is not None and not call.returns_change for block in blocks)
         and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
         and all(type(p.data) is torch.Tensor and p.dtype in _DTYPES for p in parameters)
+        and all(p.dtype == torch.float32 or p._use_count() == 1 for p in parameters)  # type: ignore[attr-defined]
     )
 
 
@@ -92,12 +98,11 @@ def confirming(
     last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
     order = confirmation.order
     returned: set[nn.Module] = set()
-    structures = Counter(replays.values())
-    in_half: dict[probe.Replay, probe.Result] = {}  # copy -> the result of the first block with its structure
+    in_half: dict[Any, probe.Result | None] = {}  # structure with its dtypes -> the result of a copy with these dtypes
 
-    def moved(stream: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(stream.shape, generator=generator, device="cpu")
-        return stream.detach() + noise.to(stream)
+    def moved(block: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(stream.shape, generator=generator, device="cpu").to(stream)
+        return noise if is_half(dtypes_of(block)) else stream.detach() + noise
 
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replay, call = replays[block], calls[block]
@@ -106,7 +111,7 @@ def confirming(
         if last and not is_same(last.pop(), stream):
             confirmation.changed.append((order[-1], block))
         order.append(block)
-        before[block] = stream.detach().clone() if returned else moved(stream)
+        before[block] = stream.detach().clone() if returned else moved(block, stream)
         probe.seed_generators(stream.device, replay.call.seed)
         with torch.set_grad_enabled(trains):
             x = before[block].clone().requires_grad_(trains).clone()  # no leaf, since the block may change it in place
@@ -119,19 +124,29 @@ def confirming(
         delta = after.detach().double() - before[block].double()
         read = inputs.pop(block)
         found = [read[name] for name in replay.site_names if name in read]
-        if is_confirmed(replay, (delta, found), dtype):
+        if is_confirmed(block, (delta, found)):
             confirmation.blocks.add(block)
         returned.add(block)
-        last.append(moved(after.to(stream.dtype)))
+        last.append(moved(block, after.to(stream.dtype)))
         return replace_stream(output, last[-1].clone())
 
-    def is_confirmed(replay: probe.Replay, result: probe.Result, dtype: torch.dtype) -> bool:
-        is_half = dtype.itemsize < 4
-        if is_half and structures[replay] > 1:
-            # The router of a block may choose other experts in half precision than in fp32. It chooses the same ones in
-            # all blocks, because their frozen norms return the same. So the blocks are compared with each other.
-            return replay.is_same_result(result, in_half.setdefault(replay, result), torch.finfo(dtype).eps)
-        return replay.computes(result, trains=trains, tolerance=probe.SAME_HALF if is_half else probe.SAME)
+    def dtypes_of(block: nn.Module) -> tuple[torch.dtype, ...]:
+        """Return the dtype of the block's stream, and those of its parameters."""
+        return (calls[block].stream.dtype, *(parameter.dtype for parameter in block.parameters()))
+
+    def rounding_in(dtypes: Iterable[torch.dtype]) -> float:
+        """Return by which part of its size a number may be rounded in the coarsest of these dtypes."""
+        return max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
+
+    def is_half(dtypes: Iterable[torch.dtype]) -> bool:
+        return rounding_in(dtypes) > probe.SAME
+
+    def is_confirmed(block: nn.Module, result: probe.Result) -> bool:
+        replay, dtypes = replays[block], dtypes_of(block)
+        if (key := (replay, dtypes)) not in in_half:
+            return replay.computes(result, trains=trains)
+        expected = in_half[key]
+        return expected is not None and replay.is_same_result(result, expected, rounding_in(dtypes))
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, norm = forward(*args, **kwargs), block.get_submodule(name)
@@ -145,6 +160,10 @@ def confirming(
         for block in blocks:
             dtypes = tuple(p.dtype if in_dtype_of_model else torch.float32 for p in block.parameters())
             stack.enter_context(replays[block].parameters_in(block, parameters_as(replays[block], dtypes)))
+            key = replays[block], dtypes_of(block)
+            if in_dtype_of_model and key not in in_half and is_half(key[1]):
+                in_half[key] = replays[block].result_of(block, calls[block])
+        for block in blocks:
             stack.enter_context(_running(block, functools.partial(run_block, block)))
             for name in replays[block].site_names:
                 stack.enter_context(_running(block.get_submodule(name), functools.partial(run_norm, block, name)))

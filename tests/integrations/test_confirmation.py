@@ -50,6 +50,31 @@ def test_a_model_runs_five_times(block, dtype):
     assert len(list(sites.in_model(model))) == 8
 
 
+class StreamInFP32(Block):
+    """A block whose branches read and return the dtype of the weights, beside a stream in fp32."""
+
+    def forward(self, x):
+        dtype = self.o.weight.dtype
+        x = x + self.attn(self.n1(x.to(dtype))).float()
+        return x + self.mlp(self.n2(x.to(dtype))).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_deep_model_in_half_precision_runs_five_times(dtype):
+    """Its stream grows with the depth, and the last block still adds as much as the first one."""
+    Counting.forwards = 0
+    olmo_lns.apply(Counting(count=24).to(dtype), example=100 * X.to(dtype))
+    assert Counting.forwards == 5
+
+
+def test_a_model_in_half_precision_with_a_stream_in_fp32_runs_five_times():
+    Counting.forwards = 0
+    model = Counting(StreamInFP32, count=12).bfloat16()
+    model.out.float()
+    olmo_lns.apply(model, example=X)
+    assert Counting.forwards == 5
+
+
 class Behaving(Block):
     """A block that does something else if it is not the first one."""
 
@@ -160,6 +185,40 @@ def test_a_second_block_that_bypasses_its_norms_in_half_precision_only_is_refuse
         each.number = number
     with pytest.raises(LNSError, match="past its norms"):
         olmo_lns.apply(model, example=X.bfloat16())
+    assert not list(sites.in_model(model))
+
+
+class ReadingTheFirstOutput(Block):
+    """A block that also reads what the first block returned. :param modes: the modes in which it does."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, x, first):
+        return super().forward(x) + (self.mlp(first) if self.training in self.modes else 0.0)
+
+
+class WithMemory(nn.Module):
+    """The first block has a structure of its own, and all others read the same tensor past their norms."""
+
+    def __init__(self, *modes):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), *(ReadingTheFirstOutput(modes) for _ in range(3))])
+
+    def forward(self, x):
+        x = first = self.layers[0](x)
+        for block in self.layers[1:]:
+            x = block(x, first)
+        return x
+
+
+@pytest.mark.parametrize("modes", [(False,), (False, True)], ids=["eval", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_that_all_read_the_same_earlier_stream_are_refused(modes, dtype):
+    model = WithMemory(*modes).to(dtype)
+    with pytest.raises(LNSError, match="past its norms"):
+        olmo_lns.apply(model, example=X.to(dtype))
     assert not list(sites.in_model(model))
 
 
@@ -275,6 +334,18 @@ def test_an_error_in_a_forward_leaves_parameters_and_forwards_as_they_were():
         assert parameter.data_ptr() == address
         assert torch.equal(parameter, values)
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_on_the_accumulation_of_gradients_still_run(dtype):
+    """DistributedDataParallel has such hooks. Without them, it would no longer average the gradients."""
+    model, ran = Stack().to(dtype), []
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *gradients: ran.append(gradients))
+    olmo_lns.apply(model, example=X.to(dtype))
+    model(X.to(dtype)).sum().backward()
+    assert len(ran) == len(nodes)
 
 
 class Gated(Block):
