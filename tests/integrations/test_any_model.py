@@ -276,7 +276,7 @@ def compiled():
         (lambda: nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8)), {}, "found none"),
         (Model, {"example": torch.zeros(2, 3)}, "does not take the example"),
         (lambda: nn.Sequential(*(Block(8) for _ in range(2))), {"example": None}, "as example="),
-        (quantized, {}, "before quantization"),
+        (quantized, {}, "before the quantization"),
         (compiled, {}, "Expected the model before that"),
         (lambda: torch.compile(Model()), {}, "Expected the model before that"),
         (Model, {"scheme": "deepnorm"}, "does not only multiply the norms"),
