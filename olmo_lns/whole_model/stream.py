@@ -119,7 +119,13 @@ def require_one_stream(
 
 
 def require_residual_stream(
-    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    norms: Iterable[nn.Module],
+    trace: Trace,
+    run: Callable[[], Any],
+    *,
+    in_training: bool = False,
 ) -> None:
     """Check that the whole model reads its stream through these norms only.
 
@@ -127,6 +133,8 @@ def require_residual_stream(
     the input of the first block and to the output of each block. These numbers must pass unchanged through all later
     blocks. Between two blocks the model may apply a linear function to the stream, or begin a stage of another width.
 
+    :param in_training: true if the model is in training mode. Only the blocks are checked then, and not what the model
+        does between them.
     :raises LNSConfigError: if the numbers are changed. The message names the block, or the two blocks between which
         the model reads its stream without a norm.
     """
@@ -179,22 +187,27 @@ def require_residual_stream(
 
     norms = list(norms)
     (before, after), (moved_before, moved_after) = forward(0.0), forward(1.0)
-    difference = [moved_before[number].double() - before[number].double() for number in range(len(blocks))]
-    expected = difference[0] if returns_change else added["input"].double()
+    ran = [*range(len(blocks))]
+    if in_training:  # the model may drop blocks, or run some on a part of the batch
+        both = (before, moved_before), (after, moved_after)
+        ran = [n for n in ran if all(n in a and n in b and a[n].shape == b[n].shape for a, b in both)]
+    difference = {number: moved_before[number].double() - before[number].double() for number in ran}
+    expected = added["input"].double() if "input" in added else difference[ran[0]] if ran else torch.zeros(())
     places = []
-    for number in range(len(blocks)):
+    for number in ran:
         if number > 0:
             if not _is_moved_by(expected, before[number], moved_before[number]):
                 places.append(number)
             expected = difference[number]
         if not returns_change and not _is_moved_by(expected, after[number], moved_after[number]):
             raise LNSConfigError(
-                f"{type(model).__name__}: block {number + 1} reads the model's stream past its norms, for example "
-                "through an argument that the model computes from the stream. LayerNorm Scaling expects that the "
-                "branches read the stream through the norms only. This model is not supported."
+                f"{type(model).__name__}: {'in training mode ' if in_training else ''}block {number + 1} reads the "
+                "model's stream past its norms, for example through an argument that the model computes from the "
+                "stream. LayerNorm Scaling expects that the branches read the stream through the norms only. This "
+                "model is not supported."
             )
         expected = expected + added[number].double()
-    for place in places:
+    for place in [] if in_training else places:
         if before[place].shape != after[place - 1].shape:  # another stage
             continue
         # The output of the block in front alone: it has to move this block, and in proportion.

@@ -24,7 +24,7 @@ from olmo_lns.shadow import has_no_values
 from olmo_lns.whole_model.confirmation import Confirmation
 from olmo_lns.whole_model.further_blocks import functional_blocks, similar_modules
 from olmo_lns.whole_model.names import norms_example
-from olmo_lns.whole_model.stream import is_same, tolerance_of_proportion
+from olmo_lns.whole_model.stream import is_same, require_residual_stream, tolerance_of_proportion
 from olmo_lns.whole_model.trace import Trace, replace_stream, trace_forward
 
 log = logging.getLogger("olmo_lns")
@@ -126,6 +126,35 @@ def require_same_in_training(
             "norm. LayerNorm Scaling expects a residual stream that goes through all blocks. If you want the factors "
             f"in this model anyway, pass its norms: {norms_example(model, trace)}."
         )
+
+
+class _DoesNotRun(Exception):
+    """The model does not run in training mode on the example."""
+
+
+def require_stream_in_training(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: Iterable[nn.Module], trace: Trace, run: Callable[[], Any]
+) -> None:
+    """Check in training mode, which must be set, that the blocks read the stream through these norms only.
+
+    A model that cannot run in training mode on the example is not checked.
+
+    :param trace: the forward in eval mode.
+    :param run: runs one forward of the model.
+    :raises LNSConfigError: if a block reads the stream past its norms. The message names the block.
+    """
+
+    def run_once() -> None:
+        try:
+            with _read_only(model):
+                run()
+        except LNSConfigError as error:  # it needs labels, or writes to its weights
+            raise _DoesNotRun from error
+
+    try:
+        require_residual_stream(model, blocks, norms, trace, run_once, in_training=True)
+    except _DoesNotRun as error:
+        log.info("%s: its stream was not checked in training mode: %s", type(model).__name__, error.__cause__)
 
 
 def _flow(

@@ -124,6 +124,11 @@ class Remembering(Behaving):
         return Block.forward(self, x) + 0.1 * self.shared["x"]
 
 
+class RememberingInTraining(Remembering):
+    def differently(self, x):
+        return Block.forward(self, x) + (0.1 * self.shared["x"] if self.training else 0.0)
+
+
 class Fused(Behaving):
     """The second block does not call its norm unless there is a hook on it."""
 
@@ -164,6 +169,7 @@ def test_a_fused_kernel_of_a_second_block_is_switched_off(block, passes_blocks):
         (BypassingALittleInTraining, "block 2 .* is not Pre-LN"),
         (Scaling, "in its own code"),
         (Remembering, "past its norms"),
+        (RememberingInTraining, "in training mode block 2 reads the model's stream past its norms"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@ from olmo_lns.whole_model.depth import require_no_block_between
 from olmo_lns.whole_model.names import norms_example
 from olmo_lns.whole_model.stream import require_residual_stream
 from olmo_lns.whole_model.trace import Trace
-from olmo_lns.whole_model.training import require_same_in_training, trace_in_training
+from olmo_lns.whole_model.training import require_same_in_training, require_stream_in_training, trace_in_training
 from olmo_lns.whole_model.user_norms import check_user_norms
 
 log = logging.getLogger("olmo_lns")
@@ -146,6 +146,10 @@ def _locate(
             require_same_in_training(
                 model, found.blocks, members, found.trace, run, traced, in_training, named_by_user=blocks is not None
             )
+    if found.blocks and (in_training is None or not in_training.blocks.issuperset(found.blocks)):
+        with undisturbed(model):
+            probe.set_training(model, True)
+            require_stream_in_training(model, found.blocks, members, found.trace, run)
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     separately = probes.separately
