@@ -19,7 +19,7 @@ import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -136,11 +136,18 @@ class Call:
         return replace(self, args=args, kwargs=kwargs)
 
 
-def converted(arguments: Any, dtype: torch.dtype) -> Any:
-    """Return the arguments of a call with all floating tensors in this dtype, also those in lists, tuples and dicts."""
-    return tree_map(
-        lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, arguments
-    )
+def converted(value: Any, dtype: torch.dtype, *, is_kept: Callable[[Any], bool] = lambda value: False) -> Any:
+    """Convert an argument of a call, or several, so that all floating tensors have this dtype.
+
+    :param value: a tensor, a list, tuple or dict of tensors, or anything else, which is returned unchanged.
+    :param is_kept: true for a list or dict that is not converted, and stays the same object.
+    :returns: the converted argument. Lists, tuples and dicts are new ones.
+    """
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
+
+    return tree_map(convert, value, is_leaf=is_kept)
 
 
 def stream_of(output: Any) -> torch.Tensor | None:

@@ -370,8 +370,22 @@ class Replay:
         return not (self.call.returns_parts or self.call.returns_change)
 
     def parameters_as(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Return the values of this copy's parameters in these dtypes. A value in its own dtype is not copied."""
-        return [own.data.to(dtype) for own, dtype in zip(self.block.parameters(), dtypes, strict=True)]
+        """Return the values of this copy's parameters in these dtypes.
+
+        A value in its own dtype is not copied. Parameters that are views of one memory remain views of one memory
+        (:class:`olmo_lns.shadow.RandomWeights`).
+        """
+        memories: dict[Any, torch.Tensor] = {}
+        values = []
+        for own, dtype in zip(self.block.parameters(), dtypes, strict=True):
+            value = own.data
+            if value.dtype != dtype:
+                key = value.untyped_storage().data_ptr(), dtype
+                if key not in memories:
+                    memories[key] = value.new_empty(0).set_(value.untyped_storage()).to(dtype)
+                value = memories[key].as_strided(value.shape, value.stride(), value.storage_offset())
+            values.append(value)
+        return values
 
     def result_of(self, block: nn.Module, call: Call) -> Result | None:
         """Return what :meth:`result` returns in eval mode, but for another block and in the dtypes of that block.

@@ -10,11 +10,10 @@ The forward takes as long as one run of each block. It also shows whether the mo
 block to block. If a block is not confirmed, the probe examines it separately. If the stream is not, then
 :func:`olmo_lns.whole_model.stream.require_residual_stream` examines the stream.
 
-The probed copies compute in fp32. If the model is in half precision, one of the two forwards runs its blocks in half
-precision as well, since a block may compute something else there. They are compared with a copy that also runs in half
-precision, and the comparison is as coarse as the rounding. The random numbers replace the stream, since a stream that
-grows from block to block would round away what a block adds. The other forward runs the blocks in fp32, inside of a
-model in half precision, and compares exactly.
+In eval mode the blocks run in the dtypes of the model, because a block may compute something else there than in fp32. A
+block in half precision is compared with a copy in the same dtypes, up to their rounding. For such a block the random
+numbers replace the stream, since a stream that grows from block to block would round away what a block adds. In
+training mode all blocks run in fp32, and the comparison is as fine as in a model in fp32.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.Replay], trace: Trace) -> bool:
-    """Return true if the blocks can run in the model as the probe ran them, which is in fp32, and return the stream.
+    """Return true if the blocks can run in the model as the probe ran them, and if they return the stream.
 
-    A parameter in half precision must not be referred to by torch's autograd. If its dtype changes, even for a moment,
-    torch drops the node that accumulates its gradient, and with it the hooks of DistributedDataParallel on this node.
+    torch's autograd must not refer to a parameter that is not in fp32. If its dtype changes, even for a moment, torch
+    drops the node that accumulates its gradient, and with it the hooks of DistributedDataParallel on this node.
     """
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     return (
@@ -69,8 +68,14 @@ def can_confirm(blocks: Sequence[nn.Module], replays: Mapping[nn.Module, probe.R
         and all((call := trace.calls.get(block)) is not None and not call.returns_change for block in blocks)
         and not any(isinstance(part, torch.jit.ScriptModule) for block in blocks for part in block.modules())
         and all(type(p.data) is torch.Tensor and p.dtype in _DTYPES for p in parameters)
-        and all(p.dtype == torch.float32 or p._use_count() == 1 for p in parameters)  # type: ignore[attr-defined]
+        and all(p.dtype == torch.float32 or _is_referred_to_once(p) for p in parameters)
     )
+
+
+def _is_referred_to_once(parameter: nn.Parameter) -> bool:
+    """Return true if only Python refers to a parameter. If this cannot be known, return false."""
+    count = getattr(parameter, "_use_count", None)  # a private method of torch since 2.3
+    return count is not None and count() == 1
 
 
 @contextmanager
@@ -98,16 +103,17 @@ def confirming(
     last: list[torch.Tensor] = []  # what the last block returned; the model has a copy, which it may change in place
     order = confirmation.order
     returned: set[nn.Module] = set()
+    # The dtype of the stream of each block, and those of its parameters.
+    dtypes = {block: (calls[block].stream.dtype, *(p.dtype for p in block.parameters())) for block in calls}
     in_half: dict[Any, probe.Result | None] = {}  # structure with its dtypes -> the result of a copy with these dtypes
 
     def moved(block: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(stream.shape, generator=generator, device="cpu").to(stream)
-        return noise if is_half(dtypes_of(block)) else stream.detach() + noise
+        return noise if _is_half(dtypes[block]) else stream.detach() + noise
 
     def run_block(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replay, call = replays[block], calls[block]
         stream = call.stream_among(args, kwargs)
-        dtype = stream.dtype if in_dtype_of_model else replay.call.stream.dtype
         if last and not is_same(last.pop(), stream):
             confirmation.changed.append((order[-1], block))
         order.append(block)
@@ -116,8 +122,10 @@ def confirming(
         with torch.set_grad_enabled(trains):
             x = before[block].clone().requires_grad_(trains).clone()  # no leaf, since the block may change it in place
             args, kwargs = call.with_stream(args, kwargs, x)
-            if dtype != stream.dtype:
-                args, kwargs = probe.converted((args, kwargs), dtype)
+            if not in_dtype_of_model and set(dtypes[block]) != {torch.float32}:
+                # A block may write to a list or a dict, so it gets the model's own. It may fail on their dtype.
+                args = tuple(probe.converted(each, torch.float32, is_kept=_is_container) for each in args)
+                kwargs = {k: probe.converted(each, torch.float32, is_kept=_is_container) for k, each in kwargs.items()}
             output = forward(*args, **kwargs)
         if (after := probe.stream_of(output)) is None:
             return output
@@ -127,26 +135,14 @@ def confirming(
         if is_confirmed(block, (delta, found)):
             confirmation.blocks.add(block)
         returned.add(block)
-        last.append(moved(block, after.to(stream.dtype)))
+        last.append(moved(block, after.to(trace.outputs[block].dtype)))
         return replace_stream(output, last[-1].clone())
 
-    def dtypes_of(block: nn.Module) -> tuple[torch.dtype, ...]:
-        """Return the dtype of the block's stream, and those of its parameters."""
-        return (calls[block].stream.dtype, *(parameter.dtype for parameter in block.parameters()))
-
-    def rounding_in(dtypes: Iterable[torch.dtype]) -> float:
-        """Return by which part of its size a number may be rounded in the coarsest of these dtypes."""
-        return max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
-
-    def is_half(dtypes: Iterable[torch.dtype]) -> bool:
-        return rounding_in(dtypes) > probe.SAME
-
     def is_confirmed(block: nn.Module, result: probe.Result) -> bool:
-        replay, dtypes = replays[block], dtypes_of(block)
-        if (key := (replay, dtypes)) not in in_half:
-            return replay.computes(result, trains=trains)
+        if (key := (replays[block], dtypes[block])) not in in_half:
+            return replays[block].computes(result, trains=trains)
         expected = in_half[key]
-        return expected is not None and replay.is_same_result(result, expected, rounding_in(dtypes))
+        return expected is not None and replays[block].is_same_result(result, expected, _rounding_in(dtypes[block]))
 
     def run_norm(block: nn.Module, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, norm = forward(*args, **kwargs), block.get_submodule(name)
@@ -158,11 +154,11 @@ def confirming(
     parameters_as = functools.cache(probe.Replay.parameters_as)  # blocks with one structure share one set of parameters
     with ExitStack() as stack:
         for block in blocks:
-            dtypes = tuple(p.dtype if in_dtype_of_model else torch.float32 for p in block.parameters())
-            stack.enter_context(replays[block].parameters_in(block, parameters_as(replays[block], dtypes)))
-            key = replays[block], dtypes_of(block)
-            if in_dtype_of_model and key not in in_half and is_half(key[1]):
-                in_half[key] = replays[block].result_of(block, calls[block])
+            replay, key = replays[block], (replays[block], dtypes[block])
+            wanted = dtypes[block][1:] if in_dtype_of_model else (torch.float32,) * (len(dtypes[block]) - 1)
+            stack.enter_context(replay.parameters_in(block, parameters_as(replay, wanted)))
+            if in_dtype_of_model and _is_half(dtypes[block]) and key not in in_half:
+                in_half[key] = replay.result_of(block, calls[block])
         for block in blocks:
             stack.enter_context(_running(block, functools.partial(run_block, block)))
             for name in replays[block].site_names:
@@ -170,6 +166,19 @@ def confirming(
         yield confirmation
     is_whole = order == list(blocks) and len(returned) == len(confirmation.blocks) == len(blocks)
     confirmation.is_residual_stream = is_whole and not confirmation.changed
+
+
+def _rounding_in(dtypes: Iterable[torch.dtype]) -> float:
+    """Return by which part of its size a number may be rounded in the coarsest of these dtypes."""
+    return max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
+
+
+def _is_half(dtypes: Iterable[torch.dtype]) -> bool:
+    return _rounding_in(dtypes) > probe.SAME
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict))
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def require_residual_stream(
         def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
             number = numbers[block]
             stream = calls[block].stream_among(args, kwargs)
-            before[number] = stream.detach()
+            before[number] = stream.detach().clone()  # the block may change it in place
             if number > 0 or returns_change or only is not None:
                 return None
             return calls[block].with_stream(args, kwargs, stream + size * drawn(added, "input", stream))
@@ -191,15 +191,18 @@ def require_residual_stream(
     if in_training:  # the model may drop blocks, or run some on a part of the batch
         both = (before, moved_before), (after, moved_after)
         ran = [n for n in ran if all(n in a and n in b and a[n].shape == b[n].shape for a, b in both)]
+    if not ran:
+        return
     difference = {number: moved_before[number].double() - before[number].double() for number in ran}
-    expected = added["input"].double() if "input" in added else difference[ran[0]] if ran else torch.zeros(())
+    expected = added["input"].double() if "input" in added else difference[ran[0]]
     places = []
     for number in ran:
         if number > 0:
             if not _is_moved_by(expected, before[number], moved_before[number]):
                 places.append(number)
             expected = difference[number]
-        if not returns_change and not _is_moved_by(expected, after[number], moved_after[number]):
+        moves = torch.zeros_like(expected) if returns_change else expected
+        if not _is_moved_by(moves, after[number], moved_after[number]):
             raise LNSConfigError(
                 f"{type(model).__name__}: {'in training mode ' if in_training else ''}block {number + 1} reads the "
                 "model's stream past its norms, for example through an argument that the model computes from the "
@@ -207,7 +210,9 @@ def require_residual_stream(
                 "model is not supported."
             )
         expected = expected + added[number].double()
-    for place in [] if in_training else places:
+    if in_training:
+        return
+    for place in places:
         if before[place].shape != after[place - 1].shape:  # another stage
             continue
         # The output of the block in front alone: it has to move this block, and in proportion.

@@ -36,7 +36,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     words = ["demo", described(folder, ["preln", "lns"], 24, 4), "--out", str(folder / "out")]
     process = fork_command(words, folder / "printed")
-    # The first run that trains has most of its steps before it, whichever arm it is and however late the other one begins.
+    # The first run that trains still has most of its steps to do, and the other one has no more behind it.
     while process.is_alive() and not any("[step=2/" in log.read_text() for log in folder.glob("out/*/attempt-01.log")):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import olmo_lns
-from olmo_lns import sites
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.any_model import finding
 
@@ -195,7 +195,10 @@ def test_a_second_block_that_bypasses_its_norms_in_half_precision_only_is_refuse
 
 
 class ReadingTheFirstOutput(Block):
-    """A block that also reads what the first block returned. :param modes: the modes in which it does."""
+    """A block that also reads what the first block returned.
+
+    :param modes: the values of ``training`` with which it does.
+    """
 
     def __init__(self, modes):
         super().__init__()
@@ -219,13 +222,75 @@ class WithMemory(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("modes", [(False,), (False, True)], ids=["eval", "both"])
+class FirstChange(Block):
+    def forward(self, x):
+        return super().forward(x) - x
+
+
+class ReadingChange(ReadingTheFirstOutput):
+    def forward(self, x, first):
+        return super().forward(x, first) - x
+
+
+class WithMemoryOutside(WithMemory):
+    """The blocks return only the change, and the model adds it to the stream."""
+
+    def __init__(self, *modes):
+        super().__init__(*modes)
+        self.layers = nn.ModuleList([FirstChange(), *(ReadingChange(modes) for _ in range(3))])
+
+    def forward(self, x):
+        x = first = x + self.layers[0](x)
+        for block in self.layers[1:]:
+            x = x + block(x, first)
+        return x
+
+
+class WithMemoryInADict(WithMemory):
+    """The blocks find the earlier stream in a dict, to which the first block writes it."""
+
+    def forward(self, x):
+        memory = {}
+        for block in self.layers:
+            x = block(x, memory)
+        return x
+
+
+class Writing(Block):
+    def forward(self, x, memory):
+        memory["first"] = x
+        return super().forward(x)
+
+
+class ReadingADict(ReadingTheFirstOutput):
+    def forward(self, x, memory):
+        return super().forward(x, memory.get("first", torch.zeros_like(x)))
+
+
+def with_memory_in_a_dict(*modes):
+    model = WithMemoryInADict()
+    model.layers = nn.ModuleList([Writing(), *(ReadingADict(modes) for _ in range(3))])
+    return model
+
+
+@pytest.mark.parametrize("make", [WithMemory, WithMemoryOutside, with_memory_in_a_dict])
+@pytest.mark.parametrize("modes", [(False,), (True,), (False, True)], ids=["eval", "training", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_blocks_that_all_read_the_same_earlier_stream_are_refused(modes, dtype):
-    model = WithMemory(*modes).to(dtype)
-    with pytest.raises(LNSError, match="past its norms"):
+def test_blocks_that_all_read_the_same_earlier_stream_are_refused(make, modes, dtype):
+    model = make(*modes).to(dtype)
+    with pytest.raises(LNSError):
         olmo_lns.apply(model, example=X.to(dtype))
     assert not list(sites.in_model(model))
+
+
+def test_converted_parameters_share_their_memory():
+    block = Block()
+    replay = probe.Replay(probe.random_copy(block), probe.Call((X,), {}, 0), torch.float32)
+    values = replay.parameters_as([torch.bfloat16 for _ in block.parameters()])
+    for value, own in zip(values, replay.block.parameters(), strict=True):
+        assert torch.equal(value, own.bfloat16())
+    memories = {value.untyped_storage().data_ptr() for value in values}
+    assert len(memories) == len({own.untyped_storage().data_ptr() for own in replay.block.parameters()}) < len(values)
 
 
 class OtherNorm(nn.LayerNorm):

@@ -300,4 +300,5 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path):
     while not (process := start(out)).join(timeout=900) and process.exitcode:
         assert "Another launch" in (tmp_path / "printed").read_text()
         time.sleep(1)
+    assert "[step=1/" not in (out / "s-lns-s1" / "attempt-02.log").read_text(), "the second launch did not resume"
     assert losses(out, "s-lns-s1") == losses(trained_without_a_launcher(Study.load(path), out / "data"), "s-lns-s1")

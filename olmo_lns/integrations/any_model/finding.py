@@ -18,6 +18,7 @@ from olmo_lns.integrations.any_model.located import Located
 from olmo_lns.integrations.any_model.norm_check import check_norms
 from olmo_lns.integrations.any_model.probing import BlockProbes
 from olmo_lns.integrations.any_model.refusals import refuse_adapted
+from olmo_lns.integrations.any_model.state import restored
 from olmo_lns.processes import on_first_rank
 from olmo_lns.whole_model.blocks import Blocks, find_blocks
 from olmo_lns.whole_model.confirmation import Confirmation, can_confirm, confirming
@@ -149,7 +150,7 @@ def _locate(
     if found.blocks and (in_training is None or not in_training.blocks.issuperset(found.blocks)):
         with undisturbed(model):
             probe.set_training(model, True)
-            require_stream_in_training(model, found.blocks, members, found.trace, run)
+            require_stream_in_training(model, found.blocks, members, found.trace, _restoring(model, run))
     everything = [names[norm] for each in block_norms for norm in each]
     refuse_adapted(model, everything)
     separately = probes.separately
@@ -220,6 +221,16 @@ def _confirm(
         return Confirmation(is_residual_stream=in_eval.is_residual_stream), None, None
     confirmed = Confirmation(in_eval.blocks & in_training.blocks, in_eval.is_residual_stream)
     return confirmed, in_training, trace if in_training.is_residual_stream else None
+
+
+def _restoring(model: nn.Module, run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that runs one forward and restores what the forward changed in the model."""
+
+    def run_restored() -> None:
+        with restored(model):
+            run()
+
+    return run_restored
 
 
 def _require_one_run(names: Mapping[nn.Module, str], norms: Sequence[tuple[nn.Module, ...]], traced: Trace) -> None:
