@@ -15,6 +15,8 @@ from olmo_lns.errors import LNSError
 from olmo_lns.integrations.any_model import finding
 
 X = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(1))
+#: fp16 takes the same code as bf16, so its tests run with the slow ones.
+FP16 = pytest.param(torch.float16, marks=pytest.mark.slow)
 
 
 class Counting(Stack):
@@ -41,7 +43,7 @@ class Routing(Block):
 
 
 @pytest.mark.parametrize("block", [Block, Routing])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP16])
 def test_a_model_runs_five_times(block, dtype):
     """To find its blocks, in each mode, and with and without hooks. The state is restored, so the class counts."""
     Counting.forwards = 0
@@ -275,7 +277,7 @@ def with_memory_in_a_dict(*modes):
 
 @pytest.mark.parametrize("make", [WithMemory, WithMemoryOutside, with_memory_in_a_dict])
 @pytest.mark.parametrize("modes", [(False,), (True,), (False, True)], ids=["eval", "training", "both"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP16])
 def test_blocks_that_all_read_the_same_earlier_stream_are_refused(make, modes, dtype):
     model = make(*modes).to(dtype)
     with pytest.raises(LNSError):
