@@ -198,11 +198,13 @@ def require_residual_stream(
     places = []
     for number in ran:
         if number > 0:
-            if not _is_moved_by(expected, before[number], moved_before[number]):
+            if not _is_moved_by(expected, before[number], moved_before[number], dtype=before[number].dtype):
                 places.append(number)
             expected = difference[number]
-        moves = torch.zeros_like(expected) if returns_change else expected
-        if not _is_moved_by(moves, after[number], moved_after[number]):
+        streams = after[number], moved_after[number]
+        if returns_change:
+            streams = before[number].double() + streams[0], moved_before[number].double() + streams[1]
+        if not _is_moved_by(expected, *streams, dtype=after[number].dtype):
             raise LNSConfigError(
                 f"{type(model).__name__}: {'in training mode ' if in_training else ''}block {number + 1} reads the "
                 "model's stream past its norms, for example through an argument that the model computes from the "
@@ -227,11 +229,11 @@ def require_residual_stream(
         )
 
 
-def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tensor) -> bool:
-    """Return true if a stream changed by the expected amount, up to the rounding of its dtype."""
+def _is_moved_by(expected: torch.Tensor, stream: torch.Tensor, moved: torch.Tensor, *, dtype: torch.dtype) -> bool:
+    """Return true if a stream changed by the expected amount, up to the rounding of the dtype of the model's stream."""
     if expected.shape != stream.shape:
         return False
-    rounding = 1e-5 if stream.dtype in _SINGLE else 0.03
+    rounding = 1e-5 if dtype in _SINGLE else 0.03
     difference = float((moved.double() - stream.double() - expected).norm())
     return difference < _SAME_CHANGE * float(expected.norm()) + rounding * float(stream.double().norm())
 
